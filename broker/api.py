@@ -1,0 +1,214 @@
+"""The ports of this room: a run's log, its last-value state, its short-lived talk, and its payloads.
+
+What every implementation promises (broker/conformance.py checks it):
+
+* `publish` creates a message once: the first bytes of a subject stand for ever, and whoever comes second gets them back.
+  It returns after the message is stored.
+* One sequence, from 1, orders all messages of a run. An acknowledgement deletes nothing.
+* `consume` shares work: each message goes to one of a durable's consumers, again after `ack_wait_s` without an
+  acknowledgement or a sign of life. `read` shares nothing: each reader sees all.
+* Nothing is lost when the caller is cancelled, when the server is killed and restarted, or when a reply is lost.
+
+This room knows bytes and subjects. It must not know stages, and only `schemas` of the other rooms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import msgspec
+
+from schemas.payload import PayloadRef
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A message as it stands in the log."""
+
+    subject: str
+    sequence: int
+    data: bytes
+    unix_time_s: float
+    """When the broker stored it: for people, never for a fold."""
+    headers: Mapping[str, str] = {}
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a publish."""
+
+    sequence: int
+    created: bool
+    """False: the subject was taken before."""
+    standing: bytes | None = None
+    """The bytes that stand there, when `created` is False and they differ from the caller's."""
+
+
+class ConsumerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a durable hands out work. Part of the topology."""
+
+    ack_wait_s: float = 10.0
+    max_ack_pending: int = 4096
+    prefetch: int = 256
+    """Messages that one worker may hold; the number of free slots for long tasks."""
+    max_bytes: int = 8 * 1024 * 1024
+    """Bytes that one worker may hold undelivered."""
+
+
+class ConsumerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a durable stands."""
+
+    durable: str
+    filters: list[str]
+    delivered: int
+    """Stream sequence of the last message handed out."""
+    ack_floor: int
+    num_pending: int
+    """Messages not handed out yet."""
+    num_ack_pending: int
+    """Messages handed out and not acknowledged."""
+    num_redelivered: int
+    num_waiting: int
+    """Parked pulls."""
+
+
+class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a run's log."""
+
+    first_sequence: int
+    last_sequence: int
+    num_messages: int
+    size_bytes: int
+    max_bytes: int
+    """Limit, or -1."""
+    payload_bytes: int
+    connected_url: str
+
+
+class Delivery(Protocol):
+    """A message that this worker is to deal with."""
+
+    @property
+    def subject(self) -> str: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def data(self) -> bytes: ...
+    @property
+    def num_delivered(self) -> int:
+        """1 for the first time."""
+        ...
+
+    async def ack(self) -> None:
+        """Done. Safe to lose: it may be delivered again, so effects are idempotent."""
+        ...
+
+    async def retry(self, delay_s: float) -> None:
+        """Not done: deliver again after `delay_s`."""
+        ...
+
+    async def still_working(self) -> None:
+        """Push the redelivery back by another ack_wait."""
+        ...
+
+
+class PayloadStore(Protocol):
+    """Content-addressed bytes. `put` before the message that names them."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def put(self, data: bytes | memoryview) -> PayloadRef:
+        """Store; storing the same bytes twice is harmless. Returns when they are stored."""
+        ...
+
+    async def get(self, ref: PayloadRef) -> memoryview:
+        """The bytes, checked against the reference.
+
+        Raises:
+            PayloadMissingError: no such payload.
+            DigestError: the store returned other bytes.
+        """
+        ...
+
+    async def delete(self, payload_id: str) -> None:
+        """Forget; unknown ids are fine."""
+        ...
+
+
+class Broker(Protocol):
+    """One run's log on one connection."""
+
+    @property
+    def run(self) -> str: ...
+    @property
+    def payloads(self) -> PayloadStore: ...
+
+    async def publish(self, subject: str, data: bytes, *, headers: Mapping[str, str] | None = None) -> Published:
+        """Create the message of `subject`, once. Returns when it is stored.
+
+        Raises:
+            TooLargeError, StoreFullError, PublishTimeoutError, NotConnectedError, NoSuchStreamError.
+        """
+        ...
+
+    async def get(self, subject: str) -> Record | None:
+        """The message that stands on a subject."""
+        ...
+
+    def read(
+        self, filters: Sequence[str], *, after_sequence: int = 0, follow: bool = True, headers_only: bool = False
+    ) -> AbstractAsyncContextManager[AsyncIterator[Record]]:
+        """All messages of `filters` after `after_sequence`, in order, without gaps; then new ones as they come, or, with
+        `follow=False`, the end at the last message that stood when the reader was opened."""
+        ...
+
+    def consume(
+        self, durable: str, filters: Sequence[str], settings: ConsumerSettings
+    ) -> AbstractAsyncContextManager[AsyncIterator[Delivery]]:
+        """This worker's share of a durable's messages. What is held on exit goes to others after ack_wait."""
+        ...
+
+    async def load_state(self, key: str) -> tuple[bytes, int] | None:
+        """A last value and its revision."""
+        ...
+
+    async def save_state(self, key: str, data: bytes, *, expected_revision: int | None = None) -> int:
+        """Set a last value; its new revision. `expected_revision` 0 = must not exist; None = whatever stands.
+
+        Raises:
+            ConflictError: another revision stands there.
+        """
+        ...
+
+    async def announce(self, subject: str, data: bytes) -> None:
+        """Tell whoever listens now (heartbeats, metrics). Not on the log."""
+        ...
+
+    def listen(self, pattern: str) -> AbstractAsyncContextManager[AsyncIterator[tuple[str, bytes]]]:
+        """What is announced from now on; the oldest is dropped when the listener is slow."""
+        ...
+
+    async def request(self, subject: str, data: bytes, *, deadline_s: float) -> bytes:
+        """Ask one server of `subject`.
+
+        Raises:
+            NotConnectedError: nobody answered within the deadline.
+        """
+        ...
+
+    def serve(
+        self, subject: str, handler: Callable[[bytes], Awaitable[bytes]]
+    ) -> AbstractAsyncContextManager[None]:
+        """Answer requests while the context is open; several servers of one subject share them."""
+        ...
+
+    async def consumers(self) -> list[ConsumerStatus]:
+        """All durables of the run."""
+        ...
+
+    async def log_status(self) -> LogStatus: ...
+
+    async def purge_below(self, sequence: int) -> int:
+        """Drop the messages below `sequence`; how many there were."""
+        ...

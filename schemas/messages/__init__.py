@@ -1,0 +1,1 @@
+"""The messages of the loop, a module per part of the flow."""

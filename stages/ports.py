@@ -1,0 +1,169 @@
+"""What the stages need from the world outside, as Protocols.
+
+Legend of shapes: P prompt tokens, C completion tokens of one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from schemas.messages.rollout import FinishReason
+from schemas.payload import PayloadRef
+
+TokenIds = npt.NDArray[np.int32]
+LogProbs = npt.NDArray[np.float32]
+
+
+class Payloads(Protocol):
+    """Content-addressed bytes: a stage stores first and names afterwards."""
+
+    async def put(self, data: bytes | memoryview) -> PayloadRef: ...
+    async def get(self, ref: PayloadRef) -> memoryview: ...
+
+
+class EngineError(Exception):
+    """Root of what an engine may raise."""
+
+
+class ContextOverflowError(EngineError):
+    """prompt + max_new_tokens does not fit the engine's context."""
+
+
+class BadRequestError(EngineError):
+    """The engine refused the request for what it asks; another engine would too."""
+
+
+class EngineUnavailableError(EngineError):
+    """The engine is away, dying or pausing for too long: another may answer."""
+
+
+class WeightsRefusedError(EngineError):
+    """New weights don't fit or are damaged; the old version still serves."""
+
+
+class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn."""
+
+    temperature: float = 1.0
+    """0 = greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = all."""
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Stop strings, found by whoever decodes."""
+    seed: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One call: ids in."""
+
+    request_id: str
+    prompt_ids: TokenIds
+    """[P] int32."""
+    settings: SamplingSettings
+    min_version: int = 0
+    """The engine must serve at least this weight version."""
+    session: str = ""
+    """For affinity: calls of one session share prefixes."""
+
+
+class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Some tokens that were sampled: ids out."""
+
+    token_ids: TokenIds
+    """[C] int32."""
+    logprobs: LogProbs
+    """[C] float32, at the request's temperature, over the whole vocabulary."""
+    version: int
+    """Weight version that sampled them; a chunk never mixes two."""
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk, which may be empty."""
+    stop_reason: str | int | None = None
+    """The stop string or token that ended it."""
+
+
+class SwapMode(StrEnum):
+    """What happens to running requests when new weights come."""
+
+    IN_PLACE = "in_place"
+    """Go on with the old KV cache: fast; log-probs across the swap are approximate."""
+    RECOMPUTE = "recompute"
+    """Go on after recomputing the KV cache with the new weights: exact."""
+    ABORT = "abort"
+    """End them with reason abort; whoever asked goes on from the partial tokens."""
+    DRAIN = "drain"
+    """Let them end first."""
+
+
+class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine is."""
+
+    ready: bool
+    version: int
+    num_running: int
+    num_waiting: int
+    max_context: int
+    detail: str = ""
+
+
+class InferenceEngine(Protocol):
+    """Token ids in, token ids with log-probs and versions out."""
+
+    @property
+    def name(self) -> str: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Sample until a stop; closing the iterator aborts the request.
+
+        Raises:
+            ContextOverflowError, BadRequestError, EngineUnavailableError.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request with finish reason abort; unknown ids are fine."""
+        ...
+
+    async def pause(self) -> None:
+        """Sample no further token until resume; requests stay."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def load_weights(self, directory: str, version: int, mode: SwapMode) -> None:
+        """Serve the weights of a HF folder (safetensors) from now on.
+
+        Raises:
+            WeightsRefusedError: names, shapes or files don't fit; the old weights still serve.
+            EngineUnavailableError: the engine must be replaced.
+        """
+        ...
+
+    async def health(self) -> EngineHealth: ...
+
+
+class Tokenizer(Protocol):
+    """Text and messages to ids and back."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+    def render(
+        self, messages: list[dict[str, object]], *, tools: list[dict[str, object]] | None, add_generation_prompt: bool
+    ) -> TokenIds:
+        """Chat messages (OpenAI form, arguments as dicts) to ids, [P] int32."""
+        ...
+
+    def encode(self, text: str) -> TokenIds: ...
+    def decode(self, token_ids: TokenIds) -> str:
+        """Text of sampled ids, special tokens left out."""
+        ...
