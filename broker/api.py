@@ -160,7 +160,8 @@ class Broker(Protocol):
         self, filters: Sequence[str], *, after_sequence: int = 0, follow: bool = True, headers_only: bool = False
     ) -> AbstractAsyncContextManager[AsyncIterator[Record]]:
         """All messages of `filters` after `after_sequence`, in order, without gaps; then new ones as they come, or, with
-        `follow=False`, the end at the last message that stood when the reader was opened."""
+        `follow=False`, the end at the last message that stood when the reader was opened.
+        """
         ...
 
     def consume(
@@ -197,9 +198,7 @@ class Broker(Protocol):
         """
         ...
 
-    def serve(
-        self, subject: str, handler: Callable[[bytes], Awaitable[bytes]]
-    ) -> AbstractAsyncContextManager[None]:
+    def serve(self, subject: str, handler: Callable[[bytes], Awaitable[bytes]]) -> AbstractAsyncContextManager[None]:
         """Answer requests while the context is open; several servers of one subject share them."""
         ...
 

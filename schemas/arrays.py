@@ -42,7 +42,9 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         """
         dtype = np.dtype(_TYPES[self.dtype])
         if self.data.nbytes % dtype.itemsize:
-            raise DecodeError(f"expected a multiple of {dtype.itemsize} bytes of {self.dtype}, found {self.data.nbytes}")
+            raise DecodeError(
+                f"expected a multiple of {dtype.itemsize} bytes of {self.dtype}, found {self.data.nbytes}"
+            )
         view = np.frombuffer(self.data, dtype=dtype)
         view.flags.writeable = False
         return view
@@ -55,7 +57,7 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
 
 def _pack(values: npt.ArrayLike, dtype: DType) -> Array:
     array = np.ascontiguousarray(values, dtype=_TYPES[dtype])
-    return Array(dtype=dtype, data=memoryview(array).cast("B") if array.size else memoryview(b""))
+    return Array(dtype=dtype, data=array.data.cast("B") if array.size else memoryview(b""))
 
 
 def int32(values: npt.ArrayLike) -> Array:
@@ -87,7 +89,9 @@ class Bits(msgspec.Struct, frozen=True, array_like=True):
     def as_numpy(self) -> npt.NDArray[np.bool_]:
         """The mask, shape [length] bool (a new array: bits are unpacked)."""
         if self.data.nbytes != (self.length + 7) // 8:
-            raise DecodeError(f"expected {(self.length + 7) // 8} bytes for {self.length} bits, found {self.data.nbytes}")
+            raise DecodeError(
+                f"expected {(self.length + 7) // 8} bytes for {self.length} bits, found {self.data.nbytes}"
+            )
         return np.unpackbits(np.frombuffer(self.data, dtype=np.uint8), count=self.length).astype(np.bool_)
 
 
@@ -95,7 +99,7 @@ def bits(mask: npt.ArrayLike) -> Bits:
     """A boolean mask [n] as bits."""
     flags = np.ascontiguousarray(mask, dtype=np.bool_)
     packed = np.packbits(flags)
-    return Bits(length=int(flags.size), data=memoryview(packed).cast("B") if packed.size else memoryview(b""))
+    return Bits(length=int(flags.size), data=packed.data.cast("B") if packed.size else memoryview(b""))
 
 
 class Runs(msgspec.Struct, frozen=True, array_like=True):

@@ -31,9 +31,7 @@ def encode_token(text: str) -> str:
         raise InvalidIdError("an id must not be empty: expected at least one character, found ''")
     if _SAFE.fullmatch(text):
         return text
-    return "".join(
-        chr(byte) if _SAFE.fullmatch(chr(byte)) else f"{_ESCAPE}{byte:02X}" for byte in text.encode("utf-8")
-    )
+    return "".join(chr(byte) if _SAFE.fullmatch(chr(byte)) else f"{_ESCAPE}{byte:02X}" for byte in text.encode("utf-8"))
 
 
 def decode_token(token: str) -> str:

@@ -9,6 +9,10 @@ import xxhash
 
 from schemas.errors import DigestError
 
+INLINE: Final = "inline"
+RUN_STORE: Final = "run"
+"""The store that the run's config names. Messages never say which kind it is, so that a recording replays anywhere."""
+
 INLINE_LIMIT_BYTES: Final = 16 * 1024
 """Below this size a payload may ride inside the control message that names it."""
 
@@ -17,7 +21,7 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
     """Names bytes in a payload store: stored before the message that names them."""
 
     store: str
-    """`inline`, or the name of the store ("jetstream", "directory", "memory")."""
+    """`inline`, or `run` for the store of the run."""
     id: str
     """Content address: the 128-bit xxh3 of the bytes, 32 hex digits."""
     size_bytes: int
@@ -37,7 +41,12 @@ def digest(data: bytes | memoryview) -> str:
 
 def inline_ref(data: bytes | memoryview) -> PayloadRef:
     """A reference that carries its own bytes."""
-    return PayloadRef(store="inline", id=content_id(data), size_bytes=len(data), inline=memoryview(data))
+    return PayloadRef(store=INLINE, id=content_id(data), size_bytes=len(data), inline=memoryview(data))
+
+
+def run_ref(data: bytes | memoryview) -> PayloadRef:
+    """The reference under which the run's store holds `data`; pure, so that folds can name payloads before they are put."""
+    return PayloadRef(store=RUN_STORE, id=content_id(data), size_bytes=len(data))
 
 
 def check_payload(ref: PayloadRef, data: bytes | memoryview) -> None:

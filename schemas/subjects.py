@@ -75,7 +75,9 @@ class Topic(Generic[M]):
         try:
             return self._decoder.decode(data)
         except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
-            raise DecodeError(f"expected a {self.message.__name__} on '{self.name}', found {len(data)} bytes: {error}") from error
+            raise DecodeError(
+                f"expected a {self.message.__name__} on '{self.name}', found {len(data)} bytes: {error}"
+            ) from error
 
 
 def refuse_non_finite(value: object, path: str) -> None:

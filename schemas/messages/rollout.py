@@ -12,7 +12,8 @@ from schemas.payload import PayloadRef
 
 class EpisodeLaunched(msgspec.Struct, frozen=True, kw_only=True):
     """A try of an episode is about to be launched: on the log before the launch itself (`task_id` None), since no
-    Arena call makes a launch idempotent."""
+    Arena call makes a launch idempotent.
+    """
 
     group: str
     slot: int

@@ -1,0 +1,287 @@
+"""Folds: stateful stages whose state is a function of the ordered log.
+
+    checkpoint ──▶ state ──▶ for each message in order: step(state, message) ──▶ outputs, created once by key
+                                          └── now and then: state as a payload, named on a last-value key
+
+A fold never acknowledges anything: after a crash it starts from its checkpoint and folds the rest again; outputs that
+stand already are suppressed by their key, and one that differs from what stands stops it. Time comes as messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import anyio
+import msgspec
+import structlog
+
+from broker.api import Broker, Record
+from broker.errors import ConflictError
+from pipeline.errors import ContractError, FoldDivergedError
+from pipeline.metrics import Metrics
+from pipeline.publishing import publish_patiently
+from pipeline.stage import AnyTopic
+from schemas.errors import DecodeError
+from schemas.messages.sampling import DeadLetter
+from schemas.messages.training import FoldCheckpoint
+from schemas.payload import PayloadRef
+from schemas.topics import DEAD_LETTER
+
+S = TypeVar("S", bound=msgspec.Struct)
+log = structlog.get_logger("headrace.fold")
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """A message that a fold says, with the payloads that must be stored before it."""
+
+    message: msgspec.Struct
+    payloads: Sequence[bytes] = ()
+    """Each is named in the message by `schemas.payload.run_ref`."""
+
+
+class Fold(Protocol[S]):
+    """A pure fold. `step` may change the state in place; it must not look at a clock, a file, a random source or
+    anything else but its arguments.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def consumes(self) -> tuple[AnyTopic, ...]: ...
+    @property
+    def produces(self) -> tuple[AnyTopic, ...]: ...
+    @property
+    def state_type(self) -> type[S]: ...
+
+    def initial(self) -> S: ...
+
+    def step(self, state: S, message: msgspec.Struct) -> list[Output]: ...
+
+    def wants(self, message: msgspec.Struct) -> PayloadRef | None:
+        """A payload that must be loaded (see `load`) before this message can be folded."""
+        ...
+
+    def wanted_by(self, state: S) -> Sequence[PayloadRef]:
+        """The payloads that a restored state needs."""
+        ...
+
+    def load(self, ref: PayloadRef, data: memoryview) -> None:
+        """Take the content of a wanted payload. Not part of the state; loading twice is harmless."""
+        ...
+
+    def describe(self, state: S) -> tuple[str, Mapping[str, float]]:
+        """What it waits for, in words, and figures for status."""
+        ...
+
+
+class FoldSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a fold is run."""
+
+    checkpoint_every: int = 2000
+    """Messages between checkpoints."""
+    checkpoint_period_s: float = 15.0
+    """Seconds between checkpoints, when there was anything new."""
+
+
+class FoldRunner(Generic[S]):
+    """One worker of one fold. A second one is harmless: it computes the same, and everything stands already."""
+
+    def __init__(
+        self,
+        fold: Fold[S],
+        broker: Broker,
+        metrics: Metrics,
+        settings: FoldSettings | None = None,
+        *,
+        on_message: Callable[[int, msgspec.Struct], None] | None = None,
+    ) -> None:
+        self.fold: Final = fold
+        self.broker: Final = broker
+        self.metrics: Final = metrics
+        self.settings: Final = settings or FoldSettings()
+        self.state: S = fold.initial()
+        self.sequence = 0
+        """Everything up to here is folded."""
+        self._by_name: Final = {topic.name: topic for topic in fold.consumes}
+        self._topics: Final[dict[type[msgspec.Struct], AnyTopic]] = {topic.message: topic for topic in fold.produces}
+        self._decoder: Final = msgspec.msgpack.Decoder(fold.state_type)
+        self._encoder: Final = msgspec.msgpack.Encoder()
+        self._on_message = on_message
+        self._revision: int | None = 0
+        self._checkpoint: FoldCheckpoint | None = None
+        self._stopping: Final = anyio.Event()
+        # A checkpoint is taken between two messages, never while one message's outputs are on their way.
+        self._between: Final = anyio.Lock(fast_acquire=True)
+
+    def drain(self) -> None:
+        """Checkpoint and end."""
+        self._stopping.set()
+
+    async def restore(self) -> None:
+        """Take up the latest checkpoint, if there is one.
+
+        Raises:
+            ContractError: the checkpoint can't be read by this version.
+        """
+        found = await self.broker.load_state(self._key)
+        if found is None:
+            return
+        data, self._revision = found
+        checkpoint = msgspec.msgpack.decode(data, type=FoldCheckpoint)
+        raw = await self.broker.payloads.get(checkpoint.state)
+        try:
+            self.state = self._decoder.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise ContractError(
+                f"fold {self.fold.name}: its checkpoint at sequence {checkpoint.sequence} can't be read by this version "
+                f"({error}); delete the state key '{self._key}' to fold the log from its start"
+            ) from error
+        self.sequence = checkpoint.sequence
+        self._checkpoint = checkpoint
+        for ref in self.fold.wanted_by(self.state):
+            self.fold.load(ref, await self._payload(ref))
+        log.info("fold restored", fold=self.fold.name, sequence=self.sequence)
+
+    async def run(self) -> None:
+        """Fold the log as it grows, until drained.
+
+        Raises:
+            ContractError: a promise is broken; nothing was guessed.
+        """
+        await self.restore()
+        filters = [topic.filter(self.broker.run) for topic in self.fold.consumes]
+        async with anyio.create_task_group() as tasks:
+
+            async def stop() -> None:
+                await self._stopping.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(stop)
+            tasks.start_soon(self._checkpoint_now_and_then)
+            self._describe()
+            async with self.broker.read(filters, after_sequence=self.sequence) as records:
+                async for record in records:
+                    with anyio.CancelScope(shield=True):
+                        await self.fold_record(record)
+        with anyio.CancelScope(shield=True), anyio.move_on_after(5.0):
+            await self.save()
+
+    async def fold_record(self, record: Record) -> None:
+        """Fold one record and publish what follows from it."""
+        async with self._between:
+            await self._fold_record(record)
+
+    async def _fold_record(self, record: Record) -> None:
+        tokens = record.subject.split(".", 4)
+        topic = self._by_name[f"{tokens[2]}.{tokens[3]}"]
+        try:
+            message: msgspec.Struct = topic.decode(record.data)
+        except DecodeError as error:
+            await self._dead_letter(record, error)
+            self.sequence = record.sequence
+            return
+        self.metrics.received += 1
+        wanted = self.fold.wants(message)
+        if wanted is not None:
+            self.fold.load(wanted, await self._payload(wanted))
+        outputs = self.fold.step(self.state, message)
+        for output in outputs:
+            await self._publish(output)
+        self.sequence = record.sequence
+        self.metrics.succeeded += 1
+        if self._on_message is not None:
+            self._on_message(record.sequence, message)
+        self._describe()
+
+    async def save(self) -> None:
+        """Write a checkpoint, unless nothing is new. Another worker's newer one is respected."""
+        former = self._checkpoint
+        if self._since_checkpoint() <= 0:
+            return
+        async with self._between:
+            sequence, state = self.sequence, self._encoder.encode(self.state)
+        ref = await self.broker.payloads.put(state)
+        checkpoint = FoldCheckpoint(fold=self.fold.name, sequence=sequence, state=ref)
+        try:
+            self._revision = await self.broker.save_state(
+                self._key, msgspec.msgpack.encode(checkpoint), expected_revision=self._revision
+            )
+        except ConflictError:
+            found = await self.broker.load_state(self._key)
+            if found is None:
+                self._revision = 0
+                return
+            self._checkpoint = msgspec.msgpack.decode(found[0], type=FoldCheckpoint)
+            self._revision = found[1]
+            return
+        self._checkpoint = checkpoint
+        if former is not None and former.state.id != ref.id:
+            await self.broker.payloads.delete(former.state.id)
+
+    @property
+    def _key(self) -> str:
+        return f"fold.{self.fold.name}"
+
+    def _describe(self) -> None:
+        waits_for, gauges = self.fold.describe(self.state)
+        self.metrics.wait_for(waits_for)
+        self.metrics.gauges.update(gauges)
+
+    async def _payload(self, ref: PayloadRef) -> memoryview:
+        return ref.inline if ref.inline is not None else await self.broker.payloads.get(ref)
+
+    async def _publish(self, output: Output) -> None:
+        topic = self._topics.get(type(output.message))
+        if topic is None:
+            raise ContractError(
+                f"fold {self.fold.name} returned a {type(output.message).__name__}, which it does not declare"
+            )
+        for payload in output.payloads:
+            await self.broker.payloads.put(payload)
+        subject = topic.subject(self.broker.run, output.message)
+        published = await publish_patiently(self.broker, subject, topic.encode(output.message), self.metrics)
+        if published.standing is not None:
+            raise FoldDivergedError(
+                f"fold {self.fold.name}: {subject} stands at sequence {published.sequence} with other bytes than this "
+                "version computes from the same log; was the config or the code changed in the middle of a run? "
+                "Start a new run, or return to the version that began this one"
+            )
+        if published.created:
+            self.metrics.published += 1
+        else:
+            self.metrics.adopted += 1
+
+    async def _dead_letter(self, record: Record, error: DecodeError) -> None:
+        letter = DeadLetter(
+            stage=self.fold.name,
+            sequence=record.sequence,
+            subject=record.subject,
+            reason="undecodable",
+            error=str(error),
+            attempts=1,
+            data=record.data,
+        )
+        subject = DEAD_LETTER.subject(self.broker.run, letter)
+        await publish_patiently(self.broker, subject, DEAD_LETTER.encode(letter), self.metrics)
+        self.metrics.dead += 1
+        log.error("a fold skipped a message", fold=self.fold.name, subject=record.subject, error=str(error))
+
+    async def _checkpoint_now_and_then(self) -> None:
+        while True:
+            with anyio.move_on_after(self.settings.checkpoint_period_s):
+                while self._since_checkpoint() < self.settings.checkpoint_every:
+                    await anyio.sleep(0.25)
+            await self.save()
+
+    def _since_checkpoint(self) -> int:
+        return self.sequence - (0 if self._checkpoint is None else self._checkpoint.sequence)
+
+
+def replay(fold: Fold[Any], messages: Sequence[msgspec.Struct]) -> list[Output]:
+    """All outputs of a fold over these messages, from its initial state: for tests, diffs and audits."""
+    state = fold.initial()
+    outputs: list[Output] = []
+    for message in messages:
+        outputs.extend(fold.step(state, message))
+    return outputs
