@@ -1,0 +1,111 @@
+"""Micro-batches under a token budget: first-fit-decreasing, or Karmarkar-Karp over the fewest that can hold it.
+
+Rows have two numbers: tokens, which the budget bounds, and cost, which is balanced (the tokens themselves unless given). Deterministic. A bin never exceeds the
+budget; rows that are longer than the budget are the caller's affair (`partition`). Knows no rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from stages.assembly.balance import Bins, bin_sums, karmarkar_karp
+
+_FULL: Final = np.iinfo(np.int64).max
+
+
+def first_fit_decreasing(tokens: Sequence[int], capacity: int, *, min_bins: int = 1, multiple: int = 1) -> Bins:
+    """Longest first; each to the fitting bin with the fewest rows, of those the lightest; a new bin where none fits.
+
+    Args:
+        tokens: of each row.
+        capacity: most tokens of a bin.
+        min_bins: open at least so many.
+        multiple: the number of bins is a multiple of this.
+
+    Raises:
+        ValueError: a row longer than the capacity, or fewer rows than bins.
+    """
+    wanted = max(min_bins, multiple)
+    while True:
+        _refuse(tokens, capacity, wanted)
+        bins = _first_fit(tokens, capacity, wanted)
+        if len(bins) % multiple == 0:
+            return bins
+        wanted = -(-len(bins) // multiple) * multiple
+
+
+def kk_pack(
+    tokens: Sequence[int],
+    capacity: int,
+    *,
+    min_bins: int = 1,
+    multiple: int = 1,
+    costs: Sequence[int] | None = None,
+) -> Bins:
+    """Karmarkar-Karp over the fewest bins that could hold all tokens; first-fit-decreasing where a bin would overflow.
+
+    Raises:
+        ValueError: a row longer than the capacity, or fewer rows than bins.
+    """
+    wanted = max(min_bins, multiple, -(-sum(tokens) // capacity))
+    wanted = -(-wanted // multiple) * multiple
+    _refuse(tokens, capacity, wanted)
+    bins = karmarkar_karp(tokens if costs is None else costs, wanted)
+    if max(bin_sums(tokens, bins)) <= capacity and all(bins):
+        return bins
+    return first_fit_decreasing(tokens, capacity, min_bins=min_bins, multiple=multiple)
+
+
+def light_ends(costs: Sequence[int], bins: Bins) -> Bins:
+    """The same bins, heavy ones in the middle: a pipeline fills and drains on the light ones."""
+    sums = bin_sums(costs, bins)
+    order = sorted(range(len(bins)), key=lambda index: (-sums[index], index))
+    return [bins[index] for index in (*order[0::2][::-1], *order[1::2])]
+
+
+def spread_out(tokens: Sequence[int], bins: Bins, num_bins: int) -> Bins:
+    """Exactly `num_bins` bins: the fullest are halved (longest rows dealt in turn), and what rows can't fill stays empty."""
+    found = [list(members) for members in bins]
+    while len(found) < num_bins:
+        sums = bin_sums(tokens, found)
+        divisible = [index for index, members in enumerate(found) if len(members) > 1]
+        if not divisible:
+            found += [[] for _ in range(num_bins - len(found))]
+            break
+        fullest = max(divisible, key=lambda index: (sums[index], -index))
+        first, second = karmarkar_karp([tokens[item] for item in found[fullest]], 2)
+        members = found[fullest]
+        found[fullest] = [members[position] for position in first]
+        found.append([members[position] for position in second])
+    return found
+
+
+def _first_fit(tokens: Sequence[int], capacity: int, min_bins: int) -> Bins:
+    bins: Bins = []
+    sums_B = np.full(max(len(tokens), 1), _FULL, dtype=np.int64)
+    rank_B = np.zeros_like(sums_B)
+    for item in sorted(range(len(tokens)), key=lambda index: (-tokens[index], index)):
+        chosen = -1
+        if len(bins) >= min_bins:
+            room_B = sums_B[: len(bins)] <= capacity - tokens[item]
+            chosen = int(np.argmin(np.where(room_B, rank_B[: len(bins)], _FULL)))
+            chosen = chosen if room_B[chosen] else -1
+        if chosen < 0:
+            chosen = len(bins)
+            bins.append([])
+            sums_B[chosen] = 0
+        bins[chosen].append(item)
+        sums_B[chosen] += tokens[item]
+        rank_B[chosen] = len(bins[chosen]) * (capacity + 1) + sums_B[chosen]
+    return bins
+
+
+def _refuse(tokens: Sequence[int], capacity: int, num_bins: int) -> None:
+    longest = max(tokens, default=0)
+    if longest > capacity:
+        raise ValueError(f"a row of {longest} tokens is longer than the budget of {capacity} tokens a micro-batch")
+    if len(tokens) < num_bins:
+        raise ValueError(f"{len(tokens)} rows can't fill {num_bins} micro-batches that each hold at least one")
