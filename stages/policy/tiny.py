@@ -1,0 +1,88 @@
+"""A tiny Qwen3 policy as an ordinary HF folder: seeded weights, byte tokenizer, chat template.
+
+vLLM, SGLang and transformers load it as any other model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from stages.policy.chat_template import CHAT_TEMPLATE
+
+PAD: Final = "<|endoftext|>"
+END: Final = "<|im_end|>"
+SPECIAL_TOKENS: Final = (PAD, "<|im_start|>", END)
+MARKUP_TOKENS: Final = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|reserved|>")
+"""Kept by `decode`, since parsers look for them. The reserved one makes the vocabulary 264, which 2, 4 and 8 divide."""
+
+
+class PolicySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Size of a tiny policy and its seed."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_layers: int = 3
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    """vLLM and SGLang want one of 32, 64, 80, 96, 112, 128 …"""
+    max_context: int = 1024
+    rope_theta: float = 10_000.0
+    seed: int = 0
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level without merges: every text comes back as it was; ids 0..255 are bytes, then the added tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKUP_TOKENS])
+    return tokenizer
+
+
+def make_policy_folder(folder: str | Path, spec: PolicySpec) -> None:
+    """Write the folder: config, generation config, safetensors, tokenizer, chat template. Same spec, same bytes."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(), eos_token=END, pad_token=PAD, model_max_length=spec.max_context
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    end, pad = tokenizer.convert_tokens_to_ids([END, PAD])
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_context,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        tie_word_embeddings=True,
+        eos_token_id=end,
+        pad_token_id=pad,
+        bos_token_id=None,
+        dtype="float32",
+        initializer_range=0.02,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = end
+    model.generation_config.pad_token_id = pad
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(path)
+    model.generation_config.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
