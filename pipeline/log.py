@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -20,7 +20,7 @@ _TOPIC_OF: Final[Mapping[type[msgspec.Struct], Topic[Any]]] = {topic.message: to
 
 def topic_of(kind: type[M]) -> Topic[M]:
     """The one topic that carries messages of this type."""
-    return _TOPIC_OF[kind]
+    return cast("Topic[M]", _TOPIC_OF[kind])  # cast: the table holds each message type's own topic
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,205 @@
+"""One supervised process: started in a group of its own, restarted with backoff, stopped for good, its log kept.
+
+It must not know what the process does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import anyio
+import anyio.abc
+import msgspec
+import structlog
+
+log = structlog.get_logger("headrace.supervisor")
+
+LAST_LINES: Final = 12
+
+
+class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """When a process that ended is started again."""
+
+    max_restarts: int = 5
+    """Restarts within `window_s` after which the process is given up."""
+    window_s: float = 60.0
+    first_delay_s: float = 0.2
+    max_delay_s: float = 10.0
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What to start."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = {}
+    log_file: str
+    """Standard error, and standard output after the ready line."""
+    restart: RestartPolicy = RestartPolicy()
+    essential: bool = True
+    """Giving it up ends the run."""
+    waits_for_ready: bool = False
+    """Its first line on standard output says that it serves; `on_ready` gets it."""
+    ready_deadline_s: float = 60.0
+    stop_deadline_s: float = 8.0
+    finishes: bool = False
+    """Exit code 0 means that its work is done, not that it must be started again."""
+
+
+class ProcessGivenUpError(Exception):
+    """A process ended too often, or never became ready. The text has its last lines."""
+
+
+class SupervisedProcess:
+    """Runs one ProcessSpec until told to stop."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        *,
+        on_ready: Callable[[str], None] | None = None,
+        now: Callable[[], float] = anyio.current_time,
+    ) -> None:
+        self.spec: Final = spec
+        self.num_restarts = 0
+        self.ready: Final = anyio.Event()
+        self.finished: Final = anyio.Event()
+        """Set when it exited with 0 and `finishes`."""
+        self._on_ready = on_ready
+        self._now = now
+        self._process: anyio.abc.Process | None = None
+        self._stopping = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return None if self._process is None or self._process.returncode is not None else self._process.pid
+
+    async def run(self) -> None:
+        """Start, watch and restart until `stop`, or until it finished.
+
+        Raises:
+            ProcessGivenUpError: it died too often.
+        """
+        deaths: deque[float] = deque()
+        while not self._stopping:
+            code = await self._run_once()
+            if self._stopping:
+                return
+            if code == 0 and self.spec.finishes:
+                self.finished.set()
+                return
+            deaths.append(self._now())
+            policy = self.spec.restart
+            while deaths and deaths[0] < self._now() - policy.window_s:
+                deaths.popleft()
+            if len(deaths) > policy.max_restarts:
+                raise ProcessGivenUpError(self._obituary(code, len(deaths)))
+            delay_s = min(policy.max_delay_s, policy.first_delay_s * 2 ** (len(deaths) - 1))
+            log.warning(
+                "a process died and is started again", name=self.spec.name, exit=_exit_text(code), delay_s=delay_s
+            )
+            self.num_restarts += 1
+            await anyio.sleep(delay_s)
+
+    async def stop(self) -> None:
+        """SIGTERM to its group, SIGKILL after the deadline. Returns when nothing of the group is left."""
+        self._stopping = True
+        process = self._process
+        if process is None:
+            return
+        with anyio.CancelScope(shield=True):
+            _signal_group(process.pid, signal.SIGTERM)
+            with anyio.move_on_after(self.spec.stop_deadline_s):
+                await process.wait()
+            _signal_group(process.pid, signal.SIGKILL)
+            with anyio.move_on_after(5.0):
+                await process.wait()
+
+    def last_lines(self) -> list[str]:
+        """The end of its log."""
+        try:
+            text = Path(self.spec.log_file).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return []
+        return text.splitlines()[-LAST_LINES:]
+
+    async def _run_once(self) -> int:
+        spec = self.spec
+        Path(spec.log_file).parent.mkdir(parents=True, exist_ok=True)
+        with Path(spec.log_file).open("ab") as sink:
+            process = await anyio.open_process(
+                list(spec.argv),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if spec.waits_for_ready else sink,
+                stderr=sink,
+                env={**os.environ, "HEADRACE_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1", **spec.env},
+                start_new_session=True,
+            )
+            self._process = process
+            try:
+                if process.stdout is not None:
+                    await self._wait_ready(process, process.stdout)
+                    async for chunk in process.stdout:
+                        sink.write(chunk)
+                        sink.flush()
+                else:
+                    self.ready.set()
+                return await process.wait()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    _signal_group(process.pid, signal.SIGKILL)
+                    await process.aclose()
+
+    async def _wait_ready(self, process: anyio.abc.Process, stdout: anyio.abc.ByteReceiveStream) -> None:
+        line = b""
+        with anyio.move_on_after(self.spec.ready_deadline_s) as scope:
+            while b"\n" not in line:
+                try:
+                    line += await stdout.receive()
+                except anyio.EndOfStream:
+                    return
+        if scope.cancelled_caught:
+            _signal_group(process.pid, signal.SIGKILL)
+            raise ProcessGivenUpError(
+                f"{self.spec.name} was not ready within {self.spec.ready_deadline_s:g} s\n"
+                + "\n".join(self.last_lines())
+            )
+        if self._on_ready is not None:
+            self._on_ready(line.split(b"\n", 1)[0].decode("utf-8", errors="replace"))
+        self.ready.set()
+
+    def _obituary(self, code: int, deaths: int) -> str:
+        lines = "\n  ".join(self.last_lines()) or "(no output)"
+        return (
+            f"{self.spec.name} ended {deaths} times within {self.spec.restart.window_s:g} s "
+            f"(last: {_exit_text(code)}). Its last lines:\n  {lines}"
+        )
+
+
+def python(*arguments: str) -> list[str]:
+    """The command line that runs a module of this installation."""
+    return [sys.executable, *arguments]
+
+
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return

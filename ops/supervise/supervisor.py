@@ -1,0 +1,62 @@
+"""All supervised processes of this node: started in order, stopped together, no one left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import anyio
+import anyio.abc
+import structlog
+
+from ops.supervise.process import ProcessGivenUpError, ProcessSpec, SupervisedProcess
+
+log = structlog.get_logger("headrace.supervisor")
+
+
+class Supervisor:
+    """Starts processes into a task group; the first essential one that is given up ends them all."""
+
+    def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
+        self.processes: Final[dict[str, SupervisedProcess]] = {}
+        self.failure: ProcessGivenUpError | None = None
+        self.failed: Final = anyio.Event()
+        self._tasks: Final = tasks
+
+    async def start(self, spec: ProcessSpec, *, on_ready: Callable[[str], None] | None = None) -> SupervisedProcess:
+        """Start a process; returns when it is ready.
+
+        Raises:
+            ProcessGivenUpError: it did not become ready.
+        """
+        process = SupervisedProcess(spec, on_ready=on_ready)
+        self.processes[spec.name] = process
+        self._tasks.start_soon(self._watch, process)
+        async with anyio.create_task_group() as tasks:
+
+            async def give_up() -> None:
+                await self.failed.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(give_up)
+            await process.ready.wait()
+            tasks.cancel_scope.cancel()
+        if self.failure is not None:
+            raise self.failure
+        return process
+
+    async def stop(self) -> None:
+        """Stop all, the last started first, in parallel within their deadlines."""
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as tasks:
+                for process in reversed(list(self.processes.values())):
+                    tasks.start_soon(process.stop)
+
+    async def _watch(self, process: SupervisedProcess) -> None:
+        try:
+            await process.run()
+        except ProcessGivenUpError as error:
+            log.error("a process is given up", name=process.spec.name)  # noqa: TRY400 - the text holds its last lines
+            if process.spec.essential and self.failure is None:
+                self.failure = error
+                self.failed.set()

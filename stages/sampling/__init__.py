@@ -1,0 +1,1 @@
+"""Prompt sampling: which groups are issued, when, from which stream."""

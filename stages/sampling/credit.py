@@ -1,0 +1,45 @@
+"""How many groups may be issued now: pure.
+
+capacity = min(max_concurrent - running, (max_staleness + 1)·groups_per_step - (running + waiting))
+
+running = issued and not closed; waiting = closed, usable and in no trained step. There is no lifetime counter, so there
+is nothing to reset on resume: both counts are folded from the log.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Credit(msgspec.Struct, frozen=True, kw_only=True):
+    """A number of groups and what holds it down."""
+
+    groups: int
+    bound_by: str
+    """`max_concurrent_groups`, `max_staleness`, `end of run`, `paused`, `draining` or `streams`."""
+
+
+def available(
+    *,
+    running: int,
+    waiting: int,
+    groups_per_step: int,
+    max_staleness: int,
+    max_concurrent: int,
+    still_needed: int | None = None,
+) -> Credit:
+    """Groups that may be issued now (≥ 0), in groups.
+
+    Args:
+        running: issued and not closed.
+        waiting: closed, usable, in no trained step.
+        still_needed: groups that the rest of the run can train, beyond running and waiting; None = no end in sight.
+    """
+    limits = [
+        (max_concurrent - running, "max_concurrent_groups"),
+        ((max_staleness + 1) * groups_per_step - (running + waiting), "max_staleness"),
+    ]
+    if still_needed is not None:
+        limits.append((still_needed, "end of run"))
+    groups, bound_by = min(limits, key=lambda limit: limit[0])
+    return Credit(groups=max(0, groups), bound_by=bound_by)

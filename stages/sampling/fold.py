@@ -1,0 +1,273 @@
+"""Sampling with its credit: a fold from what happened to the groups that are issued.
+
+    stream.listed ─┐
+    group.closed ──┤
+    step.assembled ┼──▶ credit ──▶ mixture ──▶ group.issued
+    step.trained ──┤
+    run.control ───┤
+    fold.tick ─────┘
+
+This module knows streams, rows and credit; it must not know how an episode is run, nor a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from pipeline.errors import ContractError
+from pipeline.fold import Output
+from pipeline.stage import AnyTopic
+from schemas.ids import group_id
+from schemas.messages.sampling import Control, ControlAction, GroupClosed, GroupIssued, StreamListed, StreamRow, Tick
+from schemas.messages.training import StepAssembled, StepTrained
+from schemas.payload import PayloadRef
+from schemas.topics import (
+    FOLD_TICK,
+    GROUP_CLOSED,
+    GROUP_ISSUED,
+    RUN_CONTROL,
+    STEP_ASSEMBLED,
+    STEP_TRAINED,
+    STREAM_LISTED,
+)
+from stages.sampling.credit import Credit, available
+from stages.sampling.mixture import Mixture, MixturePosition, MixtureStream, draw, plan_mixture, start
+
+
+class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the fold depends on besides the log; fixed for a run."""
+
+    streams: tuple[str, ...]
+    """The streams that must be listed before the first group is issued."""
+    groups_per_step: int
+    slots_per_group: int
+    max_staleness: int
+    max_concurrent_groups: int
+    order: Literal["smallest_next", "quota"] = "smallest_next"
+    epoch_size_groups: int = 0
+    seed: int | None = None
+    """Shuffle seed; None keeps the source order."""
+    steps: int | None = None
+    epochs: int | None = None
+    group_deadline_s: float | None = None
+    tick_period_s: float = 2.0
+
+
+class SamplingState(msgspec.Struct, kw_only=True):
+    """Everything that sampling knows; checkpointed."""
+
+    listed: dict[str, StreamListed] = {}
+    position: MixturePosition | None = None
+    num_issued: int = 0
+    running: dict[str, None] = {}
+    """Issued and not closed."""
+    waiting: dict[str, None] = {}
+    """Closed, usable, in no trained step."""
+    steps: dict[int, list[str]] = {}
+    """Assembled and not yet trained: step → its groups."""
+    num_assembled: int = 0
+    """Highest assembled step."""
+    num_trained: int = 0
+    """Highest trained step: the weight version that exists."""
+    num_groups_trained: int = 0
+    num_groups_dropped: int = 0
+    tick: int = 0
+    paused: bool = False
+    draining: bool = False
+
+
+class SamplingFold:
+    """See the module."""
+
+    name: Final = "sampling"
+    consumes: Final[tuple[AnyTopic, ...]] = (
+        STREAM_LISTED,
+        GROUP_CLOSED,
+        STEP_ASSEMBLED,
+        STEP_TRAINED,
+        RUN_CONTROL,
+        FOLD_TICK,
+    )
+    produces: Final[tuple[AnyTopic, ...]] = (GROUP_ISSUED,)
+    state_type: Final = SamplingState
+
+    def __init__(self, settings: SamplingSettings) -> None:
+        self._settings: Final = settings
+        self._rows: Final[dict[str, list[StreamRow]]] = {}
+        """Content of the listed streams, by payload id."""
+        self._mixture: Mixture | None = None
+
+    def initial(self) -> SamplingState:
+        return SamplingState()
+
+    def wants(self, message: msgspec.Struct) -> PayloadRef | None:
+        return message.rows if isinstance(message, StreamListed) and message.rows.id not in self._rows else None
+
+    def wanted_by(self, state: SamplingState) -> Sequence[PayloadRef]:
+        return [listed.rows for listed in state.listed.values() if listed.rows.id not in self._rows]
+
+    def load(self, ref: PayloadRef, data: memoryview) -> None:
+        self._rows[ref.id] = msgspec.msgpack.decode(data, type=list[StreamRow])
+
+    def step(self, state: SamplingState, message: msgspec.Struct) -> list[Output]:
+        """Take one message in; the groups that may be issued after it."""
+        match message:
+            case StreamListed():
+                if message.stream in self._settings.streams and message.stream not in state.listed:
+                    state.listed[message.stream] = message
+            case GroupClosed():
+                self._close(state, message)
+            case StepAssembled():
+                if message.step > state.num_assembled:
+                    state.num_assembled = message.step
+                    state.steps[message.step] = message.groups
+                    for dropped in message.dropped:
+                        state.num_groups_dropped += _remove(state.waiting, dropped.group)
+            case StepTrained():
+                self._train(state, message)
+            case Control():
+                self._obey(state, message.action)
+            case Tick():
+                state.tick = max(state.tick, message.ordinal)
+            case _:
+                raise ContractError(f"sampling does not consume {type(message).__name__}")
+        return self._issue(state)
+
+    def describe(self, state: SamplingState) -> tuple[str, Mapping[str, float]]:
+        missing = [name for name in self._settings.streams if name not in state.listed]
+        credit = self._credit(state)
+        if missing:
+            waits_for = f"the rows of stream {', '.join(missing)}"
+        elif credit.groups:
+            waits_for = "nothing"
+        else:
+            waits_for = (
+                f"credit, bound by {credit.bound_by}: {len(state.running)} groups running, {len(state.waiting)} waiting"
+            )
+        return waits_for, {
+            "groups_issued": state.num_issued,
+            "groups_running": len(state.running),
+            "groups_waiting": len(state.waiting),
+            "groups_trained": state.num_groups_trained,
+            "capacity": credit.groups,
+            "version": state.num_trained,
+        }
+
+    def _close(self, state: SamplingState, closed: GroupClosed) -> None:
+        if closed.group not in state.running:
+            return
+        del state.running[closed.group]
+        if closed.usable:
+            state.waiting[closed.group] = None
+        elif not closed.evaluation:
+            state.num_groups_dropped += 1
+
+    def _train(self, state: SamplingState, trained: StepTrained) -> None:
+        if trained.step <= state.num_trained:
+            return
+        state.num_trained = trained.step
+        for step in sorted(state.steps):
+            if step <= trained.step:
+                for group in state.steps.pop(step):
+                    state.num_groups_trained += _remove(state.waiting, group)
+
+    def _obey(self, state: SamplingState, action: ControlAction) -> None:
+        match action:
+            case ControlAction.PAUSE:
+                state.paused = True
+            case ControlAction.RESUME:
+                state.paused = False
+                state.draining = False
+            case ControlAction.DRAIN | ControlAction.STOP:
+                state.draining = True
+
+    def _credit(self, state: SamplingState) -> Credit:
+        settings = self._settings
+        if state.paused:
+            return Credit(groups=0, bound_by="paused")
+        if state.draining:
+            return Credit(groups=0, bound_by="draining")
+        limits: list[int] = []
+        if settings.steps is not None:
+            # A step that is assembled and not trained has its groups among the waiting ones.
+            steps_left = settings.steps - state.num_trained
+            limits.append(steps_left * settings.groups_per_step - len(state.running) - len(state.waiting))
+        if settings.epochs is not None and self._mixture is not None:
+            limits.append(settings.epochs * self._mixture.epoch_size - state.num_issued)
+        return available(
+            running=len(state.running),
+            waiting=len(state.waiting),
+            groups_per_step=settings.groups_per_step,
+            max_staleness=settings.max_staleness,
+            max_concurrent=settings.max_concurrent_groups,
+            still_needed=min(limits) if limits else None,
+        )
+
+    def _plan(self, state: SamplingState) -> Mixture | None:
+        """The mixture, as soon as every stream is listed."""
+        if self._mixture is None and all(name in state.listed for name in self._settings.streams):
+            settings = self._settings
+            self._mixture = plan_mixture(
+                [
+                    MixtureStream(
+                        name=name,
+                        num_rows=len(self._rows[state.listed[name].rows.id]),
+                        sampling_weight=state.listed[name].weight,
+                    )
+                    for name in settings.streams
+                ],
+                epoch_size=settings.epoch_size_groups,
+                size_multiple=settings.groups_per_step if settings.epoch_size_groups else 1,
+                order=settings.order,
+                seed=settings.seed,
+            )
+        return self._mixture
+
+    def _issue(self, state: SamplingState) -> list[Output]:
+        mixture = self._plan(state)
+        if mixture is None:
+            return []
+        position = state.position or start(mixture)
+        outputs: list[Output] = []
+        for _ in range(self._credit(state).groups):
+            drawn, position = draw(mixture, position)
+            row = self._rows[state.listed[drawn.stream].rows.id][drawn.row]
+            issued = self._group(state, drawn.stream, row, drawn.epoch)
+            state.num_issued += 1
+            state.running[issued.group] = None
+            outputs.append(Output(message=issued))
+        state.position = position
+        return outputs
+
+    def _group(self, state: SamplingState, stream: str, row: StreamRow, epoch: int) -> GroupIssued:
+        settings = self._settings
+        deadline_tick = None
+        if settings.group_deadline_s is not None:
+            deadline_tick = state.tick + max(1, math.ceil(settings.group_deadline_s / settings.tick_period_s))
+        # The step that can train it at the earliest: whole steps of groups are ahead of it.
+        ahead = len(state.running) + len(state.waiting)
+        earliest_step = state.num_trained + 1 + ahead // settings.groups_per_step
+        return GroupIssued(
+            group=group_id(state.num_issued),
+            ordinal=state.num_issued,
+            stream=stream,
+            data_id=row.data_id,
+            tags=row.tags,
+            prompt=row.payload,
+            epoch=epoch,
+            num_slots=settings.slots_per_group,
+            min_version=max(0, earliest_step - 1 - settings.max_staleness),
+            deadline_tick=deadline_tick,
+        )
+
+
+def _remove(groups: dict[str, None], group: str) -> int:
+    """Take a group out; how many there were (0 or 1)."""
+    if group not in groups:
+        return 0
+    del groups[group]
+    return 1
