@@ -116,6 +116,8 @@ class SessionClosed(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway itself saw a system error: overrides what the Arena says."""
     late_drops: int = 0
     """Calls that ended after the session and were not recorded."""
+    lossy: bool = False
+    """The gateway recorded in `fast` mode: answered calls may be missing if it died."""
 
 
 class EpisodeClass(StrEnum):
