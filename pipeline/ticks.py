@@ -12,7 +12,6 @@ from broker.api import Broker
 from broker.errors import BrokerError
 from pipeline.log import RunLog
 from schemas.messages.sampling import Tick
-from schemas.topics import FOLD_TICK
 
 log = structlog.get_logger("headrace.ticks")
 

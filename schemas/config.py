@@ -1,0 +1,188 @@
+"""A run's config: frozen structs decoded from TOML, unknown keys refused, everything checked before anything starts.
+
+Sizes say in their names what they count: groups, slots, rows, tokens, seconds, bytes.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from schemas.config_arena import ArenaSettings, StreamConfig
+from schemas.config_assembly import AlgorithmSection, AssemblySection
+
+
+class RunSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[run]: which run, where, how long."""
+
+    id: str = "run"
+    """Names the run's streams on the broker: letters, digits, '_', '-'."""
+    dir: str = "runs/run"
+    """Folder of everything the run writes; the same folder resumes the run."""
+    seed: int = 0
+    steps: int | None = None
+    """Trained steps after which the run ends; None = no limit of its own."""
+    epochs: int | None = None
+    """Passes over the mixture after which it ends; None = no limit of its own."""
+
+
+class BrokerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[broker]: where the log is."""
+
+    url: str = "embedded"
+    """`embedded`, or nats://host:port (several, separated by commas)."""
+    max_bytes: int = 4 * 1024**3
+    """Size of the run's control stream; when it is full, new messages are refused."""
+    max_payload_store_bytes: int = 16 * 1024**3
+    replicas: int = 1
+    user: str = ""
+    password_env: str = ""
+    """Environment variable that holds the password."""
+    token_env: str = ""
+    creds_file: str = ""
+    nkey_seed_file: str = ""
+    tls_ca_file: str = ""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    sync_always: bool = False
+    """Embedded server: one fsync a message (survives a power cut, ~600 messages/s)."""
+    payloads: str = "broker"
+    """`broker`, or a folder that all workers share."""
+
+
+class SamplingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[sampling]: which prompts, how many at once."""
+
+    groups_per_step: int = 8
+    slots_per_group: int = 8
+    """Rollouts of one prompt."""
+    max_staleness: int = 1
+    """How many versions behind a trained row may be, queue time included."""
+    max_concurrent_groups: int = 64
+    order: str = "smallest_next"
+    """`smallest_next`, or `quota` (each prefix within one group of the weights)."""
+    epoch_size_groups: int = 0
+    """Groups in an epoch; 0 = every row of every stream once."""
+    shuffle: bool = True
+    group_deadline_s: float | None = None
+    """A group is closed with the members it has this long after its issue."""
+    tick_period_s: float = 2.0
+
+
+class RolloutSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[rollout]: the sampling settings of trained calls, and what a session may use."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 256
+    """Per call; a harness may ask for less."""
+    max_context_tokens: int = 2048
+    max_concurrent_episodes: int = 256
+    """Per launch worker."""
+    attempts: int = 3
+    """Attempts at a slot, system failures only."""
+
+
+class EngineKind(StrEnum):
+    """Who samples the tokens."""
+
+    BUILTIN = "builtin"
+    SCRIPTED = "scripted"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+class EngineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[engine]: the inference engine."""
+
+    kind: EngineKind = EngineKind.BUILTIN
+    urls: list[str] = []
+    """Servers that run already (vllm, sglang)."""
+    swap: str = "recompute"
+    """in_place | recompute | abort | drain: what a weight swap does to running requests."""
+    max_running_requests: int = 64
+    threads: int = 1
+    """CPU threads of the built-in engine."""
+    script: str = ""
+    """Scripted engine: import path `package.module:function` of prompt ids → completion ids."""
+
+
+class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[gateway]: where agents find the model."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 = chosen once and kept for the run."""
+    recording: str = "strict"
+    """`strict`: an interaction is stored before its answer ends; `fast`: bounded-late, may lose the last ones."""
+    session_idle_s: float = 3600.0
+
+
+class RewardSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[reward]: how an episode's end becomes rows."""
+
+    export: str = "concat"
+    """`concat`: leaves of the session's forest are rows; `individual`: every interaction is one."""
+    turn_discount: float = 1.0
+    shared_tokens: str = "first"
+    """`first`: a token shared by several rows is trained in the first; `all`: in each."""
+    read_deadline_s: float = 60.0
+    """How long to wait for a session's interactions after its episode ended."""
+
+
+class PolicySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[policy]: the model that is trained."""
+
+    folder: str = ""
+    """An ordinary HF folder; empty = the built-in tiny policy, made and warmed up by the command."""
+    hidden_size: int = 128
+    num_layers: int = 3
+    num_heads: int = 4
+    warmup_steps: int = 150
+    """Supervised steps of the built-in policy before the run."""
+    warmup_seed: int = 0
+
+
+class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[training]: the optimizer step."""
+
+    backend: str = "torch"
+    """torch | fsdp2 | megatron | standin (torch-free, for tests of the loop)."""
+    ranks: int = 1
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly."""
+    max_grad_norm: float = 1.0
+    max_tokens_per_microbatch: int = 4096
+    checkpoint_every_steps: int = 1
+    keep_checkpoints: int = 2
+    threads: int = 1
+    """CPU threads per rank."""
+    deterministic: bool = True
+    lease_s: float = 30.0
+    """A trainer that has not renewed its lease for this long may be replaced."""
+    collective_timeout_s: float = 30.0
+    standin_step_s: float = 0.0
+    """Stand-in only: simulated duration of a step."""
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole config file."""
+
+    run: RunSection = RunSection()
+    streams: list[StreamConfig] = []
+    broker: BrokerSection = BrokerSection()
+    arena: ArenaSettings = ArenaSettings()
+    sampling: SamplingSection = SamplingSection()
+    rollout: RolloutSection = RolloutSection()
+    engine: EngineSection = EngineSection()
+    gateway: GatewaySection = GatewaySection()
+    reward: RewardSection = RewardSection()
+    assembly: AssemblySection = AssemblySection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    policy: PolicySection = PolicySection()
+    training: TrainingSection = TrainingSection()

@@ -1,0 +1,1 @@
+"""The training step: manifests in, weights out, exactly once."""

@@ -1,0 +1,56 @@
+"""Weight broadcast: a trained step becomes a published version.
+
+Runs where the trainer's files are. The files are stored and checked before the message that names them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio.to_thread
+import msgspec
+
+from pipeline.errors import RefusedError
+from pipeline.stage import stage
+from schemas.messages.training import StepTrained, WeightsManifest, WeightsPublished
+from schemas.topics import STEP_TRAINED, WEIGHTS_PUBLISHED
+from stages.ports import Payloads, WeightsRefusedError
+from stages.weight_files.folders import version_folder
+from stages.weight_files.safetensors_file import FILE_NAME, read_manifest, weights_digest
+
+
+@stage(consumes=STEP_TRAINED, produces=(WEIGHTS_PUBLISHED,), concurrency=1)
+async def broadcast_weights(
+    trained: StepTrained, *, payloads: Payloads, weights_dir: str, through_store: bool
+) -> list[WeightsPublished]:
+    """Publish the weights of a step: a checksummed manifest, the folder, and the file itself in the payload store.
+
+    Args:
+        weights_dir: where the trainer leaves its version folders.
+        through_store: also put the file into the payload store, for engines that don't share the folder.
+
+    Raises:
+        RefusedError: the folder is gone: a newer version has taken its place.
+    """
+    folder = version_folder(weights_dir, trained.step, trained.generation)
+    path = Path(folder) / FILE_NAME
+    try:
+        manifest, data = await anyio.to_thread.run_sync(_read, path, through_store)
+    except WeightsRefusedError as error:
+        if not path.exists():
+            raise RefusedError(f"weights of step {trained.step} are no longer in {folder}: {error}") from error
+        raise
+    return [
+        WeightsPublished(
+            version=trained.step,
+            generation=trained.generation,
+            digest=weights_digest(manifest),
+            manifest=await payloads.put(msgspec.msgpack.encode(manifest)),
+            file=await payloads.put(data) if through_store else None,
+            directory=folder,
+        )
+    ]
+
+
+def _read(path: Path, through_store: bool) -> tuple[WeightsManifest, bytes]:
+    return read_manifest(path), path.read_bytes() if through_store else b""
