@@ -1,0 +1,424 @@
+"""Policy losses in AReaL's parametrisation, which is the project's own up to names."""
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from golden_case import Case, Fields, array, assert_close
+from loss_cases import Layout, Outcome, compare, layout, maybe, number, optional, run_loss, weights_of
+from torch import Tensor
+
+from stages.learning.losses.batch import LossBatch
+from stages.learning.losses.cispo import Cispo
+from stages.learning.losses.config import LossConfig
+from stages.learning.losses.errors import LossConfigError
+from stages.learning.losses.gspo import Gspo
+from stages.learning.losses.importance import BehaviourWeight, Filter, admit
+from stages.learning.losses.methods import Method
+from stages.learning.losses.minibatch import m2po_cutoff
+from stages.learning.losses.policy import policy_terms
+from stages.learning.losses.ppo import Ppo
+from stages.learning.losses.sapo import Sapo
+from stages.learning.rows import Rows
+
+
+def read_filter(given: Fields) -> Filter:
+    """One rejection setting. Its `lower_effective` and `config_*` keys describe the reference's own defaults and refusals."""
+    given.without_effect("config_valid", "config_error")
+    if given.get("lower_effective") is not None:
+        assert number(given, "lower_effective") == (maybe(given, "lower") or 0.0)
+    fields = {
+        "level": "level",
+        "action": "action",
+        "metric": "metric",
+        "agg": "aggregation",
+        "upper": "upper",
+        "lower": "lower",
+    }
+    return msgspec.convert({ours: given[theirs] for theirs, ours in fields.items() if theirs in given}, Filter)
+
+
+def read_correction(given: Fields | None) -> tuple[tuple[Filter, ...], BehaviourWeight]:
+    """AReaL weighs by the ratio wherever it filters: the row's geometric mean for a row-level ratio, else the token's."""
+    if given is None:
+        return (), "none"
+    one = read_filter(given)
+    by_row = one.metric == "ratio" and one.level == "sequence"
+    return (one,), "sequence_geometric" if by_row else "token"
+
+
+def refused(given: Fields | None) -> bool:
+    """A clamp by a divergence: the reference's function runs it, its config and this project refuse it."""
+    return given is not None and given["action"] == "clamp" and given["metric"] != "ratio"
+
+
+def check_refusal(case: Case, given: Fields) -> None:
+    with pytest.raises((LossConfigError, msgspec.ValidationError), match="action"):
+        read_filter(given)
+    for fields in (case.params, case.inputs, case.expected):  # the refusal is all there is to see
+        fields.without_effect(*fields)
+
+
+def areal_batch(case: Case, at: Layout, *, narrowed_T: Tensor | None = None) -> LossBatch:
+    denominator = case.inputs.get("denominator_mask")
+    mask_T = at.mask(case.inputs["loss_mask"])
+    if denominator is not None:
+        narrowed_T, mask_T = mask_T, at.mask(denominator)
+    return LossBatch(
+        rows=at.rows,
+        loss_mask_T=mask_T,
+        narrowed_T=narrowed_T,
+        advantages_T=at.floats(case.inputs["advantages"]),
+        old_logp_T=at.floats(case.inputs["old_logprobs"]),
+        prox_logp_T=optional(case, at, "proximal_logprobs"),
+    )
+
+
+def areal_weights(case: Case, at: Layout, batch: LossBatch) -> Tensor:
+    return weights_of(
+        at,
+        batch.loss_mask_T,
+        case.params["loss_aggregation"],
+        divisor=maybe(case.params, "loss_aggregation_divisor"),
+        group_sizes=case.inputs.get("group_sizes"),
+    )
+
+
+def check_ppo(case: Case) -> None:
+    params = case.params
+    rejection = params.get("rejection_sampling")
+    assert rejection is None or isinstance(rejection, Fields)
+    if rejection is not None and refused(rejection):
+        return check_refusal(case, rejection)
+    filters, weight = read_correction(rejection)
+    config = LossConfig(method=_ppo_method(params), proximal="recompute", filters=filters, behaviour_weight=weight)
+    _check_areal(case, config)
+
+
+def _ppo_method(params: Fields) -> Method:
+    clip = {"eps_clip": number(params, "eps_clip"), "eps_clip_higher": maybe(params, "eps_clip_higher")}
+    level = params["importance_sampling_level"]
+    assert level in {"token", "sequence"}, level
+    make = Ppo if level == "token" else Gspo
+    return make(**clip, dual_clip=maybe(params, "c_clip"))
+
+
+def check_sapo(case: Case) -> None:
+    level = case.params["importance_sampling_level"]
+    method = Sapo(tau_pos=number(case.params, "tau_pos"), tau_neg=number(case.params, "tau_neg"), level=str(level))
+    _check_areal(case, LossConfig(method=method, proximal="none"))
+
+
+def check_cispo(case: Case) -> None:
+    rejection = case.params.get("rejection_sampling")
+    assert rejection is None or isinstance(rejection, Fields)
+    filters, weight = read_correction(rejection)
+    method = Cispo(eps_clip=number(case.params, "eps_clip"), eps_clip_higher=number(case.params, "eps_clip_higher"))
+    config = LossConfig(method=method, proximal="recompute", filters=filters, behaviour_weight=weight)
+    _check_areal(case, config, clip_after_rejection=True)
+
+
+def _check_areal(case: Case, config: LossConfig, *, clip_after_rejection: bool = False) -> None:
+    at, expected = layout(case), case.expected
+    batch = areal_batch(case, at)
+    outcome = run_loss(at, at.floats(case.inputs["logprobs"]), batch, config, areal_weights(case, at, batch))
+    looked_at_T = batch.loss_mask_T if batch.narrowed_T is None else batch.narrowed_T
+    compare(
+        case,
+        outcome,
+        loss=expected["loss"],
+        grad=expected["grad_logprobs"],
+        per_token=expected["per_token_loss"],
+        where=looked_at_T,
+    )
+    _check_token_stats(case, outcome, looked_at_T, clip_after_rejection=clip_after_rejection)
+    means = expected["stat_means"]
+    assert isinstance(means, Fields)
+    named = {
+        "clip_ratio": "clip_mask",
+        "dual_clip_ratio": "dual_clip_mask",
+        "importance_weight_mean": "importance_weight",
+        "approx_kl_mean": "approx_kl",
+    }
+    found = _token_stats(outcome, looked_at_T, clip_after_rejection=clip_after_rejection)
+    for key in means:
+        value = found[named[key]][looked_at_T].double().mean() if looked_at_T.any() else torch.zeros(())
+        assert_close(float(value), means[key], case, "metric", key)
+
+
+def _token_stats(outcome: Outcome, looked_at_T: Tensor, *, clip_after_rejection: bool) -> dict[str, Tensor]:
+    terms, method = outcome.terms, outcome.terms.method
+    counted_T = terms.keep_T if clip_after_rejection else looked_at_T
+    nothing_T = torch.zeros_like(looked_at_T)
+    dual_T = nothing_T if method.dual_clipped_T is None else method.dual_clipped_T
+    extra = method.extra or {}
+    found = {
+        "importance_weight": method.ratio_T,
+        "approx_kl": terms.logp_T - terms.anchor_logp_T,
+        "clip_mask": method.clipped_T & counted_T,
+        "dual_clip_mask": dual_T & looked_at_T,
+        "behave_approx_kl": (terms.anchor_logp_T - terms.old_logp_T) * terms.keep_T,
+        "behave_imp_weight": terms.admission.weight_T,
+        "behave_mask": terms.keep_T,
+    }
+    renamed = {
+        "sapo_soft_gate": "sapo_gate",
+        "sapo_scaled_gate_pos": "sapo_gate_pos",
+        "sapo_scaled_gate_neg": "sapo_gate_neg",
+    }
+    return found | {theirs: extra[ours] for theirs, ours in renamed.items() if ours in extra}
+
+
+def _check_token_stats(case: Case, outcome: Outcome, looked_at_T: Tensor, *, clip_after_rejection: bool) -> None:
+    stats = case.expected["stats"]
+    assert isinstance(stats, Fields)
+    total, valid = looked_at_T.numel(), int(looked_at_T.sum())
+    counts = {
+        "n_total_tokens": total,
+        "n_valid_tokens": valid,
+        "n_masked_tokens": total - valid,
+        "masked_token_ratio": (total - valid) / total,
+        "filtered_fraction": float((outcome.terms.admission.changed_T & looked_at_T).sum()) / max(valid, 1),
+    }
+    found = _token_stats(outcome, looked_at_T, clip_after_rejection=clip_after_rejection)
+    for key in stats:
+        if key in counts:
+            assert_close(counts[key], stats[key], case, "metric", key)
+        else:
+            got = outcome.at.back(found[key].to(outcome.at.dtype))
+            assert_close(got, stats[key], case, "token", key, where=outcome.at.back(looked_at_T))
+
+
+def check_rejection(case: Case) -> None:
+    if refused(case.params):
+        return check_refusal(case, case.params)
+    (one,), weight = read_correction(case.params)
+    at = layout(case)
+    mask_T = at.mask(case.inputs["loss_mask"])
+    found = admit(
+        at.floats(case.inputs["proximal_logprobs"]),
+        at.floats(case.inputs["old_logprobs"]),
+        mask_T,
+        at.rows,
+        filters=(one,),
+        weight=weight,
+    )
+    assert np.array_equal(at.back(found.keep_T).numpy(), array(case.expected["loss_mask"]).astype(bool))
+    where = at.back(mask_T)
+    assert_close(at.back(found.weight_T), case.expected["behave_imp_weight"], case, "token", "weight", where=where)
+    share = float(found.changed_T.sum()) / max(int(mask_T.sum()), 1)
+    assert_close(share, case.expected["filtered_fraction"], case, "metric", "filtered fraction")
+
+
+def check_m2po_mask(case: Case) -> None:
+    at = layout(case)
+    mask_T = at.mask(case.inputs["loss_mask"])
+    moment_T = (at.floats(case.inputs["old_logprobs"]) - at.floats(case.inputs["proximal_logprobs"])).square()
+    kept_T = mask_T & (moment_T <= m2po_cutoff(moment_T[mask_T], number(case.params, "m2_threshold")))
+    assert np.array_equal(at.back(kept_T).numpy(), array(case.expected["loss_mask"]).astype(bool))
+    assert int((mask_T & ~kept_T).sum()) == case.expected["n_masked"]
+
+
+def check_end_to_end(case: Case) -> None:
+    params = case.params
+    at = layout(case)
+    batch = areal_batch(case, at)
+    config = _end_to_end_config(params)
+    if case.inputs.get("versions") is not None:
+        batch = _with_versions(case, at, batch)
+    outcome = run_loss(at, at.floats(case.inputs["logprobs"]), batch, config, areal_weights(case, at, batch))
+    expected = case.expected
+    # Tokens that the mini-batch's mask dropped have no loss here; the reference leaves junk there for SAPO and CISPO.
+    compare(
+        case,
+        outcome,
+        loss=expected["loss"],
+        grad=expected["grad_logprobs"],
+        per_token=expected["per_token_loss"],
+        where=outcome.terms.keep_T,
+    )
+    _check_reported(case, outcome, at)
+
+
+def _with_versions(case: Case, at: Layout, batch: LossBatch) -> LossBatch:
+    from dataclasses import replace
+
+    version = case.params.get("current_version")
+    return replace(
+        batch,
+        versions_T=at.ints(case.inputs["versions"]),
+        current_version=None if version is None else int(number(case.params, "current_version")),
+    )
+
+
+def _end_to_end_config(params: Fields) -> LossConfig:
+    rejection = params.get("rejection_sampling")
+    assert rejection is None or isinstance(rejection, Fields)
+    filters, weight = read_correction(rejection)
+    clip = {"eps_clip": number(params, "eps_clip"), "eps_clip_higher": maybe(params, "eps_clip_higher")}
+    if params["use_cispo_loss"]:
+        params.without_effect("importance_sampling_level", "c_clip")
+        method: Method = Cispo(**clip)
+    elif params["use_sapo_loss"]:
+        params.without_effect("c_clip")
+        level = str(params["importance_sampling_level"])
+        method = Sapo(tau_pos=number(params, "sapo_tau_pos"), tau_neg=number(params, "sapo_tau_neg"), level=level)
+    else:
+        method = _ppo_method(params)
+    threshold = maybe(params, "m2_threshold")
+    decoupled, proximal = bool(params["use_decoupled_loss"]), str(params["prox_logp_method"])
+    return msgspec.convert(
+        {
+            "method": msgspec.to_builtins(method),
+            "proximal": proximal if decoupled or threshold is not None else "none",
+            "filters": msgspec.to_builtins(filters),
+            "behaviour_weight": weight,
+            "m2po_threshold": threshold,
+        },
+        LossConfig,
+    )
+
+
+def _check_reported(case: Case, outcome: Outcome, at: Layout) -> None:
+    terms, method = outcome.terms, outcome.terms.method
+    keep_T, clipped_T = terms.keep_T, terms.keep_T & method.clipped_T
+    entropy_T = at.floats(case.inputs["entropy"])
+    given_prox_T = optional(case, at, "proximal_logprobs")
+    extra = method.extra or {}
+    dual_T = torch.zeros_like(keep_T) if method.dual_clipped_T is None else method.dual_clipped_T
+    values = {
+        "importance_weight": method.ratio_T,
+        "approx_kl": terms.logp_T - terms.anchor_logp_T,
+        "new_logp": terms.logp_T,
+        "old_logp": terms.old_logp_T,
+        "entropy": entropy_T,
+        "actor_loss": terms.loss_T,
+        "clip_ratio": method.clipped_T,
+        "dual_clip_ratio": dual_T,
+        "logp_diff": terms.old_logp_T - terms.logp_T,
+        "logp_abs_diff": (terms.old_logp_T - terms.logp_T).abs(),
+        "behave_imp_weight": terms.weight_T,
+        "behave_approx_kl": terms.anchor_logp_T - terms.old_logp_T,
+        "behave_filtered_ratio": terms.admission.changed_T,
+        "clipped_new_logp": terms.logp_T,
+        "clipped_old_logp": terms.old_logp_T,
+        "prox_logp_gt": terms.anchor_logp_T if given_prox_T is None else given_prox_T,
+        "sapo_soft_gate": extra.get("sapo_gate"),
+        "sapo_scaled_gate_pos": extra.get("sapo_gate_pos"),
+        "sapo_scaled_gate_neg": extra.get("sapo_gate_neg"),
+    }
+    denominators = {"n_valid_tokens": keep_T, "clipped_tokens": clipped_T, "unclipped_behave_tokens": keep_T}
+    means = case.expected["reported_means"]
+    assert isinstance(means, Fields)
+    for key in means:
+        one, value_T = means[key], values[key]
+        assert isinstance(one, Fields) and value_T is not None
+        where_T = denominators[str(one["denominator"])]
+        assert int(where_T.sum()) == one["count"], key
+        if one.get("mean") is not None:
+            assert_close(float(value_T.detach()[where_T].double().mean()), one["mean"], case, "metric", key)
+    _check_reported_scalars(case, outcome)
+
+
+def _check_reported_scalars(case: Case, outcome: Outcome) -> None:
+    terms = outcome.terms
+    narrowed_T = terms.mask_T & ~(terms.mask_T & ~terms.keep_T & ~terms.admission.changed_T)
+    total, valid = narrowed_T.numel(), int(narrowed_T.sum())
+    found = {
+        "n_total_tokens": total,
+        "n_valid_tokens_in_loss": valid,
+        "n_masked_tokens": total - valid,
+        "masked_token_ratio": (total - valid) / total,
+    }
+    scalars = case.expected["reported_scalars"]
+    assert isinstance(scalars, Fields)
+    for key in scalars:
+        if key == "rs_filtered_fraction":
+            # the reference counts inside the mini-batch's narrowed mask
+            continue
+        assert_close(found[key], scalars[key], case, "metric", key)
+
+
+def check_error(case: Case) -> None:
+    if case.defect:
+        return check_all_weights_zero(case)
+    assert case.expected["error"]
+    params, inputs = case.params, case.inputs
+    if "old_logprobs" in inputs:
+        _check_rows_are_required(case)
+        return None
+    with pytest.raises((LossConfigError, msgspec.ValidationError)):
+        _build(params)
+    return None
+
+
+def _build(params: Fields) -> object:
+    """The settings of a refused case, as this project would be given them."""
+    if "tau_pos" in params and "use_sapo_loss" not in params:
+        return Sapo(tau_pos=number(params, "tau_pos"), tau_neg=number(params, "tau_neg"))
+    if "metric" in params or "level" in params:
+        return msgspec.convert(
+            {"upper": 2.0}
+            | {_FILTER_NAMES.get(key, key): params[key] for key in params if params.get(key) is not None},
+            Filter,
+        )
+    fields: dict[str, object] = {"kind": "ppo"}
+    renamed = {"c_clip": "dual_clip", "importance_sampling_level": "level"}
+    for key in params:
+        value = params[key]
+        if key == "use_cispo_loss" or (
+            key == "eps_clip_higher" and "use_cispo_loss" not in params and "use_sapo_loss" not in params
+        ):
+            fields["kind"] = "cispo"
+        if key == "use_sapo_loss" and value:
+            fields |= {"tau_pos": 1.0, "tau_neg": 1.05}  # a second method's settings beside the first's
+        elif not key.startswith("use_") and (value is not None or key == "eps_clip_higher"):
+            fields[renamed.get(key, key)] = value
+    return msgspec.convert({"method": fields}, LossConfig)
+
+
+_FILTER_NAMES = {"agg": "aggregation"}
+
+
+def _check_rows_are_required(case: Case) -> None:
+    """Row-level settings can't run without rows here: a batch has them by construction."""
+    level = case.params["level"]
+    assert level == "sequence", level
+    at = layout(case)
+    mask_T = at.mask(case.inputs["loss_mask"])
+    with pytest.raises(TypeError, match="rows"):
+        admit(
+            at.floats(case.inputs["proximal_logprobs"]),
+            at.floats(case.inputs["old_logprobs"]),
+            mask_T,
+            filters=(),
+            weight="none",
+        )  # pyright: ignore[reportCallIssue] - the point of the test
+    with pytest.raises(TypeError):
+        Rows(row_T=mask_T.long())  # pyright: ignore[reportCallIssue] - same
+    assert policy_terms is not None
+
+
+def check_all_weights_zero(case: Case) -> None:
+    from check_policy_losses_verl import verl_weights
+
+    weights = verl_weights(case)
+    assert float(weights.abs().sum()) == 0.0
+
+
+CHECKS: dict[str, Callable[[Case], None]] = {
+    "ppo": check_ppo,
+    "dual_clip": check_ppo,
+    "ppo_aggregation": check_ppo,
+    "decoupled": check_ppo,
+    "rejection_ppo": check_ppo,
+    "gspo": check_ppo,
+    "sapo": check_sapo,
+    "cispo": check_cispo,
+    "rejection": check_rejection,
+    "m2po_mask": check_m2po_mask,
+    "grpo_end_to_end": check_end_to_end,
+    "error": check_error,
+}
