@@ -49,10 +49,7 @@ def _difference(states: list[list[_Set]], num_bins: int) -> Bins:
     while len(heap) > 1:
         one, other = heapq.heappop(heap)[3], heapq.heappop(heap)[3]
         merged = sorted(
-            (
-                (a[0] + b[0], a[1] + b[1], a[2] + b[2])
-                for a, b in zip(one, reversed(other), strict=True)
-            ),
+            ((a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in zip(one, reversed(other), strict=True)),
             reverse=True,
         )
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], _Reversed(merged[0]), order, merged))

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 class Aggregation(StrEnum):
     """What one optimizer step's loss is a mean of."""
 
-    TOKEN_MEAN = "token_mean"  # noqa: S105 - a mode, no password
+    TOKEN_MEAN = "token_mean"
     SEQ_MEAN = "seq_mean"
     PROMPT_MEAN = "prompt_mean"
     CONSTANT = "constant"

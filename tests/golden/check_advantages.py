@@ -4,6 +4,7 @@ Where references disagree on a group of one, this project gives 0 (data/README.m
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -235,7 +236,7 @@ def _scored(column: Floats) -> list[float | None]:
 def _normalize_scored(values: Sequence[float | None], sizes: Sequence[int], settings: Normalization) -> list[float]:
     """Rows without a reward don't vote and get 0."""
     bounds = np.cumsum([0, *sizes])
-    groups = [[v for v in values[a:b] if v is not None] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    groups = [[v for v in values[a:b] if v is not None] for a, b in pairwise(bounds)]
     normalised = iter(np.concatenate(normalize([group for group in groups if group], settings)))
     return [0.0 if value is None else float(next(normalised)) for value in values]
 
@@ -262,7 +263,7 @@ def _slices(total: int, each: int) -> list[int]:
 def _split(values: Floats, sizes: Sequence[int]) -> list[list[float]]:
     assert sum(sizes) == len(values)
     bounds = np.cumsum([0, *sizes])
-    return [values[a:b].tolist() for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [values[a:b].tolist() for a, b in pairwise(bounds)]
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from golden_case import Case, array, assert_close
+from golden_case import Case, array, assert_close, numbers
 from numpy.typing import NDArray
 
 from stages.assembly.weights import Aggregation, check_aggregation, group_index, row_weights
@@ -98,12 +98,16 @@ def _error(case: Case) -> None:
     assert case.expected["error"]
     divisor = case.params["divisor"]
     with pytest.raises(ValueError, match=r"aggregation|group|divisor"):
-        mode = check_aggregation(str(case.params["mode"]), None if divisor is None else float(str(divisor)))
-        mask = array(case.inputs["loss_mask"])
-        array(case.inputs["loss"])
-        # A packed mask without row borders gives one number, which is no count per row.
-        counts = mask.sum(axis=1) if mask.ndim == 2 else mask.sum()
-        row_weights(counts, _groups(case, len(mask)), mode, None if divisor is None else float(divisor))
+        _weigh(case, str(case.params["mode"]), None if divisor is None else float(numbers(divisor)))
+
+
+def _weigh(case: Case, mode: str, divisor: float | None) -> None:
+    known = check_aggregation(mode, divisor)
+    mask = array(case.inputs["loss_mask"])
+    assert mask.shape == array(case.inputs["loss"]).shape
+    # A packed mask without row borders gives one number, which is no count per row.
+    counts = mask.sum(axis=1) if mask.ndim == 2 else mask.sum()
+    row_weights(counts, _groups(case, len(mask)), known, divisor)
 
 
 def _verl(case: Case) -> None:

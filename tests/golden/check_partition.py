@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 from golden_case import Case, array
 
@@ -143,7 +142,6 @@ def _verl_microbatch(case: Case) -> None:
     else:
         assert sorted(row for members in bins for row in members) == list(range(len(lengths)))
         case.expected.without_effect(*case.expected)  # bins over the bound: nothing to match
-
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {
