@@ -10,11 +10,12 @@ then hand the tokens out. Nothing else touches the sampler while a hop is in the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import msgspec
 import numpy as np
@@ -214,7 +215,7 @@ class BuiltinEngine:
                 await self._wake.wait()
                 self._wake = anyio.Event()
                 while await self._hop():
-                    await anyio.sleep(0)
+                    await anyio.lowlevel.checkpoint()
         except (RuntimeError, ValueError, MemoryError) as error:  # what torch raises
             self._failure = f"{type(error).__name__}: {error}"
             raise
@@ -313,7 +314,7 @@ def _chunk(tokens: list[Sampled]) -> TokenChunk:
 @asynccontextmanager
 async def builtin_engine(
     name: str, folder: str | Path, settings: BuiltinEngineSettings, *, version: int = 0
-) -> AsyncIterator[BuiltinEngine]:
+) -> AsyncGenerator[BuiltinEngine]:
     """Load a HF folder and serve it until the block ends. Torch's thread count is the process's own affair.
 
     Raises:
@@ -321,9 +322,7 @@ async def builtin_engine(
     """
     shape = await anyio.to_thread.run_sync(read_shape, folder)
     weights = await anyio.to_thread.run_sync(read_weights, folder, shape)
-    engine = BuiltinEngine(
-        name, shape, Sampler(weights, num_slots=settings.num_slots, version=version), settings
-    )
+    engine = BuiltinEngine(name, shape, Sampler(weights, num_slots=settings.num_slots, version=version), settings)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine._run)  # noqa: SLF001 - the loop is not for callers  # pyright: ignore[reportPrivateUsage]
         try:

@@ -65,9 +65,7 @@ class ScriptedEngine:
         """Play the script; aborts, pauses and version changes act between chunks."""
         if self.failing:
             raise EngineUnavailableError(self.failing)
-        check_request(
-            request, vocab_size=self._vocab_size, max_context=self._max_context, version=self.version
-        )
+        check_request(request, vocab_size=self._vocab_size, max_context=self._max_context, version=self.version)
         number = len(self.requests)
         self.requests.append(request)
         full = list(self._script(request.prompt_ids, number))

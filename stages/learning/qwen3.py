@@ -46,7 +46,11 @@ def shape_from_config(config: Mapping[str, object]) -> ModelShape:
         raise ShapeError(f"expected model_type 'qwen3', found {config.get('model_type')!r}: use vLLM or SGLang for it")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope if isinstance(rope, Mapping) else {}
-    if rope.get("rope_type", "default") != "default" or config.get("use_sliding_window") or config.get("attention_bias"):
+    if (
+        rope.get("rope_type", "default") != "default"
+        or config.get("use_sliding_window")
+        or config.get("attention_bias")
+    ):
         raise ShapeError("expected plain rotary embedding, no sliding window and no attention bias")
     names = {
         "num_layers": "num_hidden_layers",
@@ -68,7 +72,10 @@ def expected_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the state dict, as transformers writes it."""
     d, e = shape.hidden_size, shape.head_dim
     q, kv, f = shape.num_heads * e, shape.num_kv_heads * e, shape.intermediate_size
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, d), "model.norm.weight": (d,)}
+    tensors: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape.vocab_size, d),
+        "model.norm.weight": (d,),
+    }
     if not shape.tied:
         tensors["lm_head.weight"] = (shape.vocab_size, d)
     for i in range(shape.num_layers):
@@ -95,7 +102,9 @@ def check_tensors(shape: ModelShape, found: Mapping[str, tuple[int, ...]]) -> No
     missing = sorted(expected.keys() - found.keys())
     extra = sorted(found.keys() - expected.keys() - {"lm_head.weight"})
     if missing or extra:
-        raise ShapeError(f"weights don't fit: missing {missing[:3]} ({len(missing)}), unknown {extra[:3]} ({len(extra)})")
+        raise ShapeError(
+            f"weights don't fit: missing {missing[:3]} ({len(missing)}), unknown {extra[:3]} ({len(extra)})"
+        )
     for name, size in expected.items():
         if tuple(found[name]) != size:
             raise ShapeError(f"weights don't fit: {name} has shape {tuple(found[name])}, expected {size}")
@@ -188,7 +197,7 @@ class KvCache:
 
 
 def _rotary(shape: ModelShape, num_positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sign-carrying sin, [L, E]: x·cos + roll(x, E/2)·sin is the rotation."""
+    """Cosines and sign-carrying sin, [L, E]: x·cos + roll(x, E/2)·sin is the rotation."""
     half = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
     angles = torch.outer(torch.arange(num_positions).float(), 1.0 / shape.rope_theta**half)
     sin = angles.sin()

@@ -55,7 +55,7 @@ def make_policy_folder(folder: str | Path, spec: PolicySpec) -> None:
         tokenizer_object=byte_tokenizer(), eos_token=END, pad_token=PAD, model_max_length=spec.max_context
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    end, pad = tokenizer.convert_tokens_to_ids([END, PAD])
+    end, pad = (int(str(tokenizer.convert_tokens_to_ids(token))) for token in (END, PAD))
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,

@@ -17,17 +17,19 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Encoder
 
-from stages.ports import TokenIds
+from stages.ports import TemplateError, TokenIds
 
 
-class TokenizerError(Exception):
+class TokenizerError(TemplateError):
     """A tokenizer folder can't be used, or messages don't fit its chat template."""
 
 
 class FolderTokenizer:
     """Text and messages to ids and back, as the HF folder says."""
 
-    def __init__(self, encoder: Encoder, template: jinja2.Template, specials: Mapping[str, str], stops: Sequence[int]):
+    def __init__(
+        self, encoder: Encoder, template: jinja2.Template, specials: Mapping[str, str], stops: Sequence[int]
+    ) -> None:
         self._encoder = encoder
         self._template = template
         self._specials = dict(specials)
@@ -118,10 +120,8 @@ def _template(path: Path, settings: Mapping[str, object]) -> jinja2.Template:
         raise TokenizerError(f"{path} has no chat template (chat_template.jinja, or chat_template in its config)")
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     env.filters["tojson"] = _tojson
-    env.globals["raise_exception"] = _refuse
-    env.globals["strftime_now"] = lambda fmt: datetime.now(UTC).strftime(str(fmt))
     try:
-        return env.from_string(source)
+        return env.from_string(source, globals={"raise_exception": _refuse, "strftime_now": _now})
     except jinja2.TemplateError as error:
         raise TokenizerError(f"the chat template of {path} is broken: {error}") from error
 
@@ -132,6 +132,10 @@ def _tojson(value: object, indent: int | None = None, *, ensure_ascii: bool = Fa
 
 def _refuse(reason: str) -> str:
     raise jinja2.TemplateError(reason)
+
+
+def _now(form: str) -> str:
+    return datetime.now(UTC).strftime(form)
 
 
 def _stop_ids(path: Path, encoder: Encoder, eos: str) -> tuple[int, ...]:

@@ -1,0 +1,179 @@
+"""Checkpoints on disk: torch DCP folders that appear whole, name their files' checksums, and are pruned by a keep rule.
+
+    step-0000012-g3/   checkpoint.json   position, settings' hash, every other file with size and xxh3
+                       *.distcp .metadata  weights, optimizer, RNG, sharded by rank
+
+A checkpoint is written beside its place and renamed when all ranks are done, so a kill leaves either a whole one or a part
+that is never looked at. One that doesn't match its own list is passed over, and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+import xxhash
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from stages.training.errors import CheckpointError
+from stages.training.ranks import Ranks
+
+log = structlog.get_logger("headrace.trainer")
+
+_RECORD: Final = "checkpoint.json"
+_BLOCK_BYTES: Final = 1 << 22
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What checkpoint.json says."""
+
+    format: int = 1
+    step: int
+    generation: int
+    num_updates: int
+    """Optimizer updates so far: the position in the schedule."""
+    settings_hash: str
+    """Of the model and optimizer settings that the state belongs to."""
+    world_size: int
+    """Ranks that wrote it; any number may read it."""
+    files: dict[str, tuple[int, str]]
+    """name → (bytes, 64-bit xxh3)."""
+
+
+def folders(root: Path) -> list[tuple[int, int, Path]]:
+    """(step, generation, folder) of all that look whole by name, oldest step first, newest generation last."""
+    found: list[tuple[int, int, Path]] = []
+    for path in root.glob("step-*-g*"):
+        step, _, generation = path.name.removeprefix("step-").partition("-g")
+        if step.isdigit() and generation.isdigit() and (path / _RECORD).is_file():
+            found.append((int(step), int(generation), path))
+    return sorted(found)
+
+
+def write(
+    root: Path,
+    state: dict[str, object],
+    ranks: Ranks,
+    *,
+    step: int,
+    generation: int,
+    num_updates: int,
+    settings_hash: str,
+) -> Path:
+    """Write a checkpoint; collective. An existing one of the same step and generation is replaced."""
+    target = root / f"step-{step:07d}-g{generation}"
+    part = root / f".part-{target.name}"
+    if ranks.rank == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    ranks.barrier()
+    writer = FileSystemWriter(part, sync_files=True)
+    save(state, storage_writer=writer, no_dist=ranks.world_size == 1)
+    ranks.barrier()
+    if ranks.rank == 0:
+        record = CheckpointRecord(
+            step=step,
+            generation=generation,
+            num_updates=num_updates,
+            settings_hash=settings_hash,
+            world_size=ranks.world_size,
+            files={file.name: (file.stat().st_size, _checksum(file)) for file in sorted(part.iterdir())},
+        )
+        _write_durably(part / _RECORD, msgspec.json.encode(record))
+        shutil.rmtree(target, ignore_errors=True)
+        part.replace(target)
+        _sync_folder(root)
+    ranks.barrier()
+    return target
+
+
+def newest_whole(root: Path, settings_hash: str) -> tuple[CheckpointRecord, Path] | None:
+    """The newest checkpoint that matches its own list of files; damaged ones are named in the log and passed over.
+
+    Raises:
+        CheckpointError: It belongs to other settings.
+    """
+    for _, _, folder in reversed(folders(root)):
+        try:
+            record = verify(folder)
+        except CheckpointError as error:
+            log.warning("checkpoint is damaged: using the one before it", checkpoint=folder.name, reason=str(error))
+            continue
+        if record.settings_hash != settings_hash:
+            raise CheckpointError(
+                f"{folder} was written with other model or optimizer settings (hash {record.settings_hash}, now "
+                f"{settings_hash}): put them back, or start in another run folder"
+            )
+        return record, folder
+    return None
+
+
+def verify(folder: Path) -> CheckpointRecord:
+    """The record, after every file was compared with it.
+
+    Raises:
+        CheckpointError: Something is missing or differs.
+    """
+    try:
+        record = msgspec.json.decode((folder / _RECORD).read_bytes(), type=CheckpointRecord)
+        for name, (size, checksum) in record.files.items():
+            file = folder / name
+            if file.stat().st_size != size or _checksum(file) != checksum:
+                raise CheckpointError(f"{name} is not what was written: expected {size} bytes with xxh3 {checksum}")
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    return record
+
+
+def read(folder: Path, state: dict[str, object], ranks: Ranks) -> None:
+    """Fill `state`'s tensors from a checkpoint; collective.
+
+    Raises:
+        CheckpointError: It is of another model.
+    """
+    try:
+        load(state, storage_reader=FileSystemReader(folder), no_dist=ranks.world_size == 1)
+    except (CheckpointException, RuntimeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{folder} can't be loaded into this model: {error}") from error
+
+
+def prune(root: Path, *, keep: int, protected: Callable[[int], bool] = lambda _: False) -> None:
+    """Delete all but the newest `keep` steps, and parts that a killed writer left; `protected` steps stay."""
+    found = folders(root)
+    newest = sorted({step for step, _, _ in found})[-keep:]
+    latest = {step: generation for step, generation, _ in found}
+    for step, generation, folder in found:
+        superseded = generation != latest[step]
+        if superseded or (step not in newest and not protected(step)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checksum(file: Path) -> str:
+    hasher = xxhash.xxh3_64()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _write_durably(file: Path, data: bytes) -> None:
+    with file.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,132 @@
+"""One step: mini-batches in order, each an optimizer update over its micro-batches on all ranks.
+
+micro-batch ─forward─▶ log-probs ─loss─▶ Σ_t w_t·ℓ_t ─backward─▶ gradients ─sum over ranks─▶ clip ─▶ AdamW
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from stages.learning.forward import PolicyForward
+from stages.learning.losses.config import LossConfig
+from stages.learning.losses.kl_cov import KlCov
+from stages.learning.losses.minibatch import prepare_minibatch
+from stages.learning.losses.policy import policy_loss
+from stages.learning.losses.proximal import require_finite
+from stages.learning.update import OptimizerSettings, clip_gradients, learning_rate, set_learning_rate
+from stages.training.batches import MicroBatch, spread
+from stages.training.ranks import Ranks
+from stages.training.statistics import Tally, mismatch
+
+
+class Learner(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that an update needs."""
+
+    policy: PolicyForward
+    optimizer: torch.optim.Optimizer
+    parameters: list[nn.Parameter]
+    """The trained ones."""
+    ranks: Ranks
+    loss: LossConfig
+    optimizer_settings: OptimizerSettings
+    sum_gradients: Callable[[], None]
+    """Makes each gradient the sum over all ranks."""
+    clip: Callable[[float], float] | None = None
+    """Clips and gives the global norm where gradients are sharded."""
+    every_micro_batch: bool = False
+    """Collectives in the forward pass: an empty micro-batch runs one token with weight 0."""
+
+
+def train_mini_batches(
+    learner: Learner, mini_batches: Sequence[Sequence[MicroBatch]], *, temperature: float, num_updates_before: int
+) -> tuple[dict[str, float], list[str], int]:
+    """All updates of a step: global statistics, what was skipped and why, and how many updates were made."""
+    tally = Tally()
+    skipped: list[str] = []
+    made = 0
+    mini_batches = _with_proximal(learner, mini_batches, temperature)
+    for number, batches in enumerate(mini_batches):
+        prepared = _prepared(learner, batches)
+        for batch in prepared:
+            _backward(learner, batch, tally, temperature=temperature, first=number == 0)
+        learner.sum_gradients()
+        limit = learner.optimizer_settings.max_grad_norm
+        norm = learner.clip(limit) if learner.clip else clip_gradients(learner.parameters, limit)
+        if math.isfinite(norm):
+            rate = learning_rate(learner.optimizer_settings, num_updates_before + made)
+            set_learning_rate(learner.optimizer, rate)
+            learner.optimizer.step()
+            made += 1
+            tally.count("grad_norm", norm, 1.0)
+            tally.count("lr", rate, 1.0)
+        else:
+            skipped.append(f"non-finite gradient in mini-batch {number}")
+        learner.optimizer.zero_grad(set_to_none=True)
+    return tally.means(learner.ranks), skipped, made
+
+
+def logprobs(learner: Learner, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies at their places in the pack, [T]."""
+    logp_N, entropy_N = learner.policy(batch.tokens_T, batch.layout, batch.target_N, temperature)
+    return spread(logp_N, batch), spread(entropy_N, batch)
+
+
+def _backward(learner: Learner, batch: MicroBatch, tally: Tally, *, temperature: float, first: bool) -> None:
+    if not batch.target_N.numel() and not learner.every_micro_batch:
+        return
+    logp_T, entropy_T = logprobs(learner, batch, temperature)
+    inputs = replace(batch.loss, entropy_T=entropy_T if learner.loss.entropy_coef else entropy_T.detach())
+    if first and learner.loss.proximal == "recompute" and inputs.prox_logp_T is None:
+        # the step's first update starts from the very weights that the proximal policy has
+        inputs = replace(inputs, prox_logp_T=logp_T.detach())
+    loss_T, stats = policy_loss(logp_T, inputs, learner.loss)
+    loss = (loss_T * batch.weight_T).sum()
+    loss.backward()
+    tally.add(stats)
+    tally.count("step_loss", float(loss.detach()), 0.0)
+    if first:
+        found, largest = mismatch(logp_T, batch.loss)
+        tally.add(found)
+        tally.peak("mismatch/max", largest)
+
+
+def _with_proximal(
+    learner: Learner, mini_batches: Sequence[Sequence[MicroBatch]], temperature: float
+) -> Sequence[Sequence[MicroBatch]]:
+    """Fill in the recomputed log-probs with the weights before the first update."""
+    if learner.loss.proximal != "recompute":
+        return mini_batches
+    found: list[list[MicroBatch]] = []
+    for number, batches in enumerate(mini_batches):
+        if number == 0 and not _looks_ahead(learner.loss):
+            found.append(list(batches))
+            continue
+        filled: list[MicroBatch] = []
+        for batch in batches:
+            if batch.target_N.numel() or learner.every_micro_batch:
+                with torch.no_grad():
+                    prox_T, _ = logprobs(learner, batch, temperature)
+                require_finite(prox_T, batch.loss.loss_mask_T)
+            else:
+                prox_T = batch.weight_T.new_zeros(batch.weight_T.shape)
+            filled.append(msgspec.structs.replace(batch, loss=replace(batch.loss, prox_logp_T=prox_T)))
+        found.append(filled)
+    return found
+
+
+def _looks_ahead(loss: LossConfig) -> bool:
+    """A rule over the whole mini-batch needs the proximal log-probs before the first micro-batch."""
+    return loss.m2po_threshold is not None or loss.normalise_weight or isinstance(loss.method, KlCov)
+
+
+def _prepared(learner: Learner, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    if not _looks_ahead(learner.loss):
+        return list(batches)
+    losses = prepare_minibatch([batch.loss for batch in batches], learner.loss, learner.ranks.gather)
+    return [msgspec.structs.replace(batch, loss=loss) for batch, loss in zip(batches, losses, strict=True)]
