@@ -8,6 +8,7 @@ BrokerError
 ├── TooLargeError                  over max_payload: nothing was sent
 ├── ConflictError                  a last-value key was moved by somebody else
 ├── NoSuchStreamError
+├── RequestFailedError             whoever served the request answered with an error
 ├── TopologyError                  what stands on the server differs from what is declared
 ├── PayloadMissingError
 └── ServerStartError               the embedded server can't start
@@ -47,6 +48,10 @@ class ConflictError(BrokerError):
 
 class NoSuchStreamError(BrokerError):
     """The run's streams don't exist on this broker."""
+
+
+class RequestFailedError(BrokerError):
+    """The server of a request could not answer it; the text is its reason."""
 
 
 class TopologyError(BrokerError):

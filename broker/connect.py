@@ -1,0 +1,77 @@
+"""One door to all brokers: the URL's scheme says which.
+
+`nats://host:port`, `tls://host:port` (several, separated by commas), `memory://`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from broker.api import Broker
+from broker.errors import BrokerError
+from broker.jetstream import Admin, open_broker, open_link
+from broker.memory import MemoryBroker, MemoryServer
+from broker.settings import ConnectSettings
+from broker.topology import RunLimits
+
+
+@asynccontextmanager
+async def connect(
+    url: str,
+    run: str,
+    settings: ConnectSettings | None = None,
+    *,
+    create: bool = False,
+    limits: RunLimits | None = None,
+    memory: MemoryServer | None = None,
+) -> AsyncGenerator[Broker]:
+    """A run's broker.
+
+    Args:
+        url: Where the broker is.
+        run: Whose log.
+        settings: Credentials and patience.
+        create: Make the run's streams if they are missing.
+        limits: For streams that are made.
+        memory: The server behind `memory://`; without one, a new and empty one.
+
+    Raises:
+        NotConnectedError, NoSuchStreamError, TopologyError, BrokerError (a scheme that is not known).
+    """
+    urls, scheme = split_url(url)
+    if scheme == "memory":
+        yield MemoryBroker(MemoryServer() if memory is None else memory, run)
+        return
+    async with open_broker(urls, run, settings or ConnectSettings(), create=create, limits=limits) as broker:
+        yield broker
+
+
+@asynccontextmanager
+async def open_admin(url: str, settings: ConnectSettings | None = None) -> AsyncGenerator[Admin]:
+    """Topologies on a NATS server: apply, verify, diff, list and delete runs.
+
+    Raises:
+        NotConnectedError, BrokerError (a scheme without a topology).
+    """
+    urls, scheme = split_url(url)
+    if scheme == "memory":
+        raise BrokerError(f"{url} has no topology: expected a nats:// or tls:// URL")
+    async with open_link(urls, settings or ConnectSettings(), role="admin") as link:
+        yield Admin(link)
+
+
+def split_url(url: str) -> tuple[list[str], str]:
+    """The URLs in a comma-separated list, and their common scheme.
+
+    Raises:
+        BrokerError: no scheme that is known, or a mixture.
+    """
+    urls = [part.strip() for part in url.split(",") if part.strip()]
+    schemes = {part.partition("://")[0] if "://" in part else "" for part in urls}
+    if schemes == {"memory"} or (schemes and schemes <= {"nats", "tls"}):
+        return urls, "memory" if schemes == {"memory"} else "nats"
+    found = ", ".join(sorted(f"{scheme}://" if scheme else "no scheme" for scheme in schemes)) or "nothing"
+    if "amqp" in schemes or "amqps" in schemes:
+        found += " (RabbitMQ is not a broker of this version)"
+    raise BrokerError(f"broker URL: expected nats://host:port, tls://host:port or memory://, found {found}")

@@ -1,0 +1,125 @@
+"""Payloads in a stream of their own, on a connection of their own: cut into chunks `hrp.<run>.<id>.<n>`.
+
+The id is the content's checksum, so storing twice stores once. Chunks are read by subject, several at a time, straight
+into place. It must not know what a payload means.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import anyio
+
+from broker.errors import PayloadMissingError
+from broker.jetstream.api import call
+from broker.jetstream.headers import header
+from broker.jetstream.link import Answer, Link
+from broker.jetstream.publish import Gate, get_last_answer, send
+from broker.naming import RunNames, inline_payload
+from broker.shapes import Purged, StreamInfo
+from schemas.payload import PayloadRef, check_payload, content_id
+
+HEADROOM_BYTES: Final = 4096
+"""Of max_payload, kept for subject and headers."""
+PARALLEL_CHUNKS: Final = 8
+_CHUNKS: Final = b"Chunks"
+
+
+class JetStreamPayloads:
+    """A `PayloadStore` in JetStream."""
+
+    def __init__(self, link: Link, names: RunNames) -> None:
+        self._link = link
+        self._names = names
+        self._gate = Gate(link.settings.max_in_flight, link.settings.max_in_flight_bytes)
+
+    @property
+    def name(self) -> str:
+        return "jetstream"
+
+    async def put(self, data: bytes | memoryview) -> PayloadRef:
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        ref = PayloadRef(store=self.name, id=content_id(view), size_bytes=len(view))
+        size = min(self._link.settings.payload_chunk_bytes, self._link.client.max_payload - HEADROOM_BYTES)
+        chunks = [view[start : start + size] for start in range(0, len(view), size)] or [view]
+        if not await self._put_chunk(ref.id, 0, chunks[0], len(chunks)) and await self._is_whole(ref.id, len(chunks)):
+            return ref
+        limiter = anyio.Semaphore(PARALLEL_CHUNKS, fast_acquire=True)
+
+        async def put(index: int) -> None:
+            async with limiter:
+                await self._put_chunk(ref.id, index, chunks[index], len(chunks))
+
+        if len(chunks) > 1:
+            async with anyio.create_task_group() as tasks:
+                for index in range(1, len(chunks)):
+                    tasks.start_soon(put, index)
+        return ref
+
+    async def _put_chunk(self, payload_id: str, index: int, chunk: memoryview, num_chunks: int) -> bool:
+        """Store one chunk; False if it stood there."""
+        head = b"Nats-Expected-Last-Subject-Sequence: 0\r\n%b: %d\r\n" % (_CHUNKS, num_chunks)
+        until_s = time.monotonic() + self._link.settings.publish_deadline_s
+        await self._gate.enter(len(chunk))
+        try:
+            ack, _ = await send(self._link, self._subject(payload_id, index), chunk, head, until_s)
+        finally:
+            self._gate.leave(len(chunk))
+        return ack.error is None
+
+    async def _is_whole(self, payload_id: str, num_chunks: int) -> bool:
+        if num_chunks == 1:
+            return True
+        info = await call(
+            self._link,
+            f"STREAM.INFO.{self._names.payload_stream}",
+            {"subjects_filter": f"{self._names.payload_prefix}{payload_id}.>"},
+            StreamInfo,
+        )
+        return len(info.state.subjects or {}) == num_chunks
+
+    async def get(self, ref: PayloadRef) -> memoryview:
+        inside = inline_payload(ref, self.name)
+        if inside is not None:
+            return inside
+        first = await self._get_chunk(ref, 0)
+        num_chunks = int(header(first.headers, _CHUNKS) or 1)
+        if num_chunks == 1:
+            check_payload(ref, first.data)
+            return memoryview(first.data)
+        # Every chunk but the last has the size of the first.
+        size = len(first.data)
+        whole = memoryview(bytearray(max(ref.size_bytes, size)))
+        whole[:size] = first.data
+        limiter = anyio.Semaphore(PARALLEL_CHUNKS, fast_acquire=True)
+
+        async def fetch(index: int) -> None:
+            async with limiter:
+                chunk = (await self._get_chunk(ref, index)).data
+            start = index * size
+            if start + len(chunk) > len(whole):
+                check_payload(ref, chunk)  # of another size than the reference says: raises
+            whole[start : start + len(chunk)] = chunk
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(1, num_chunks):
+                tasks.start_soon(fetch, index)
+        check_payload(ref, whole)
+        return whole.toreadonly()
+
+    async def _get_chunk(self, ref: PayloadRef, index: int) -> Answer:
+        answer = await get_last_answer(self._link, self._names.payload_stream, self._subject(ref.id, index))
+        if answer is None:
+            raise PayloadMissingError(
+                f"payload {ref.id} ({ref.size_bytes} bytes): chunk {index} is not in {self._names.payload_stream}; "
+                "it was never stored there, or collected"
+            )
+        return answer
+
+    async def delete(self, payload_id: str) -> None:
+        pattern = f"{self._names.payload_prefix}{payload_id}.>"
+        await call(self._link, f"STREAM.PURGE.{self._names.payload_stream}", {"filter": pattern}, Purged)
+
+    def _subject(self, payload_id: str, index: int) -> str:
+        return f"{self._names.payload_prefix}{payload_id}.{index}"

@@ -1,0 +1,219 @@
+"""One continuous pull on a consumer: credit is asked for in time, and asked again whenever the server may have
+forgotten it (restart, lost heartbeats, a status that says so).
+
+    server ──messages──▶ queue ──next()──▶ caller ──settled()──▶ room ──request──▶ server
+
+Three numbers bound what a worker holds: credit (asked for, not arrived), queued, and unsettled (given to the caller).
+Their sum never exceeds `prefetch`. A cancelled `next()` takes nothing from the queue. It must not know what is done
+with messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final, NamedTuple
+
+import anyio
+from nats.aio.subscription import Subscription
+
+from broker.jetstream.headers import header, status_of, status_text
+from broker.jetstream.link import Link
+
+_GONE: Final = ("consumer deleted", "consumer is push based", "no responders", "bad request", "not found")
+MISSED_HEARTBEATS: Final = 2
+
+
+class Raw(NamedTuple):
+    """A message as it came."""
+
+    subject: bytes
+    reply: bytes
+    data: bytes
+    headers: bytes | None
+
+
+class Pull:
+    """A continuous pull. `open`, then `next` again and again, then `close`."""
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        prefetch: int,
+        max_bytes: int,
+        recover: Callable[[str], Awaitable[str]],
+    ) -> None:
+        """Args:
+        link: The connection.
+        prefetch: Most messages held at once.
+        max_bytes: Most bytes queued at once, roughly.
+        recover: Makes sure that the consumer exists, given what went wrong; returns `<stream>.<consumer>`.
+        """
+        self._link = link
+        self._prefetch = prefetch
+        self._max_bytes = max_bytes
+        self._recover = recover
+        self._consumer = ""
+        self._inbox = link.new_inbox()
+        self._generation = 0
+        self._credit = 0
+        self._queue: deque[Raw] = deque()
+        self._queued_bytes = 0
+        self._unsettled = 0
+        self._heard_s = 0.0
+        self._arrived = asyncio.Event()
+        self._trouble = ""
+        self._asking = False
+        self._subscription: Subscription | None = None
+        self._forget_reconnect: Callable[[], None] = lambda: None
+        self.num_rearmed = 0
+        self.count_unsettled = True
+
+    async def open(self) -> None:
+        """Start to pull."""
+        self._subscription = await self._link.client.subscribe_direct(f"{self._inbox}.*", self._on_message)
+        self._forget_reconnect = self._link.on_reconnect(lambda: self.trouble("the connection was renewed"))
+        self._consumer = await self._recover("")
+        self._rearm()
+
+    async def next(self) -> Raw:
+        """The next message. May be cancelled and called again without loss.
+
+        Raises:
+            Whatever `recover` raises when the consumer can't be had again.
+        """
+        while not self._queue:
+            if self._trouble:
+                await self._mend()
+                continue
+            self._ask()
+            if self._queue:
+                break
+            self._arrived.clear()
+            with anyio.move_on_after(self._patience_s()):
+                await self._arrived.wait()
+                continue
+            if self._credit and time.monotonic() - self._heard_s >= self._patience_s():
+                self.trouble("no heartbeat")
+        raw = self._queue.popleft()
+        self._queued_bytes -= len(raw.data)
+        if self.count_unsettled:
+            self._unsettled += 1
+        return raw
+
+    def settled(self) -> None:
+        """The caller is done with a message: there is room for another."""
+        self._unsettled -= 1
+        self._ask_soon()
+
+    def forgotten(self) -> None:
+        """As `settled`, but from a finaliser, perhaps after the loop has ended: seen at the next look."""
+        self._unsettled -= 1
+
+    def trouble(self, reason: str) -> None:
+        """What was asked for can't be relied on: mend it when the next message is wanted."""
+        self._trouble = self._trouble or reason
+        self._arrived.set()
+
+    async def close(self) -> None:
+        """Stop; give back what was not taken, so that others get it at once."""
+        self._forget_reconnect()
+        if self._subscription is None:
+            return
+        client = self._link.client
+        if self.count_unsettled:
+            client.replace_handler(self._subscription, self._refuse)
+            for raw in self._queue:
+                self._refuse(*raw)
+        self._queue.clear()
+        if client.is_connected:
+            client.send_unsubscribe(self._subscription)
+            if self.count_unsettled:
+                with anyio.move_on_after(1):
+                    await self._link.round_trip()
+        client.forget(self._subscription)
+
+    def clear(self) -> None:
+        """Drop what is queued (a reader that starts again from a known place)."""
+        self._queue.clear()
+        self._queued_bytes = 0
+
+    def _refuse(self, _subject: bytes, reply: bytes, _data: bytes, headers: bytes | None) -> None:
+        if reply and status_of(headers) == 0:
+            self._link.client.send_nowait(b"PUB %b 4\r\n-NAK\r\n" % reply)
+
+    def _patience_s(self) -> float:
+        return MISSED_HEARTBEATS * self._link.settings.idle_heartbeat_s
+
+    async def _mend(self) -> None:
+        reason = self._trouble
+        await self._link.wait_connected(self._link.settings.publish_deadline_s)
+        self._consumer = await self._recover(reason)
+        self._trouble = ""
+        self.num_rearmed += 1
+        self._link.log.info("pulling again", consumer=self._consumer, reason=reason)
+        self._rearm()
+
+    def _rearm(self) -> None:
+        self._generation += 1
+        self._credit = 0
+        self._heard_s = time.monotonic()
+        self._ask()
+
+    def _ask_soon(self) -> None:
+        if not self._asking:
+            self._asking = True
+            asyncio.get_running_loop().call_soon(self._ask)
+
+    def _ask(self) -> None:
+        self._asking = False
+        need = self._prefetch - len(self._queue) - self._unsettled - self._credit
+        if need <= 0 or not self._consumer or self._trouble:
+            return
+        hungry = not self._credit and not self._queue
+        if not hungry and (need * 2 < self._prefetch or self._queued_bytes * 2 > self._max_bytes):
+            return
+        settings = self._link.settings
+        body = (
+            f'{{"batch":{need},"expires":{int(settings.pull_expires_s * 1e9)},'
+            f'"idle_heartbeat":{int(settings.idle_heartbeat_s * 1e9)},"max_bytes":{self._request_bytes()}}}'
+        )
+        if self._link.client.is_connected:
+            reply = f"{self._inbox}.{self._generation}"
+            self._link.tell(f"$JS.API.CONSUMER.MSG.NEXT.{self._consumer}", body.encode(), reply=reply)
+            self._credit += need
+            self._heard_s = time.monotonic()
+
+    def _request_bytes(self) -> int:
+        # A single message must always fit, or the server would refuse it for ever.
+        return max(self._max_bytes // 2, self._link.client.max_payload + 64 * 1024)
+
+    def _on_message(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        self._heard_s = time.monotonic()
+        if headers is not None and not data:
+            status = status_of(headers)
+            if status:
+                self._on_status(subject, status, headers)
+                return
+        if self._credit:
+            self._credit -= 1
+        self._queue.append(Raw(subject, reply, data, headers))
+        self._queued_bytes += len(data)
+        self._arrived.set()
+
+    def _on_status(self, subject: bytes, status: int, headers: bytes) -> None:
+        if status == 100 or not subject.endswith(b".%d" % self._generation):
+            return  # a heartbeat, or the end of a pull that was given up before
+        text = status_text(headers).lower()
+        if status == 503 or any(word in text for word in _GONE):
+            self.trouble(text or "no responders")
+            return
+        pending = header(headers, b"Nats-Pending-Messages")
+        if pending is None or "leadership" in text or "shutdown" in text or "maxwaiting" in text:
+            self.trouble(text or f"status {status}")
+            return
+        self._credit = max(0, self._credit - int(pending))
+        self._arrived.set()

@@ -1,0 +1,165 @@
+"""All messages of some filters in order, without a gap, whatever happens to the connection or the server.
+
+An ephemeral consumer numbers what it sends; a number that is missing, a renewed connection or a lost heartbeat makes a
+new consumer from the first message that was not seen. It must not know who reads.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+
+from broker.api import Record
+from broker.errors import NoSuchStreamError
+from broker.iterating import Iterating
+from broker.jetstream.api import ApiError, Code, call
+from broker.jetstream.consume import ack_numbers
+from broker.jetstream.headers import read_headers
+from broker.jetstream.link import Link
+from broker.jetstream.pull import Pull
+from broker.shapes import ConsumerInfo, StreamInfo
+from broker.topology import NANOSECONDS
+
+PREFETCH = 2048
+MAX_BYTES = 16 * 1024 * 1024
+INACTIVE_S = 60.0
+"""The server forgets a reader's consumer after so long without it."""
+BACK_OFF_S = 0.25
+
+
+class Reader:
+    """The position of one reader."""
+
+    def __init__(self, link: Link, stream: str, filters: tuple[str, ...], after: int, *, headers_only: bool) -> None:
+        self._link = link
+        self._stream = stream
+        self._filters = filters
+        self._headers_only = headers_only
+        self._last = after
+        self._end: int | None = None
+        self._pending = 0
+        self._name = ""
+        self._expected = 1
+        self._made_s = 0.0
+        self.num_gaps = 0
+        self._pull = Pull(link, prefetch=PREFETCH, max_bytes=MAX_BYTES, recover=self._make_consumer)
+        self._pull.count_unsettled = False
+
+    async def open(self, *, follow: bool) -> None:
+        """Start; without `follow`, fix where to end."""
+        if not follow:
+            try:
+                info = await call(self._link, f"STREAM.INFO.{self._stream}", None, StreamInfo)
+            except ApiError as error:
+                raise self._no_stream(error) from error
+            self._end = info.state.last_seq
+        await self._pull.open()
+
+    async def close(self) -> None:
+        """Stop, and free what the server holds."""
+        await self._pull.close()
+        self._drop_consumer()
+
+    async def next(self) -> Record:
+        """The next record."""
+        while True:
+            if self._end is not None and (self._last >= self._end or not self._pending):
+                raise StopAsyncIteration
+            if self._end is None:
+                raw = await self._pull.next()
+            else:
+                raw = await self._next_or_look()
+                if raw is None:
+                    continue
+            deliveries = ack_numbers(raw.reply)
+            _, sequence, number, time_ns, pending = deliveries
+            if f".{self._name}.".encode() not in raw.reply or sequence <= self._last:
+                continue  # of a consumer that was given up
+            if number != self._expected:
+                self.num_gaps += 1
+                self._pull.clear()
+                self._pull.trouble(f"message {self._expected} of the reader is missing, {number} came")
+                continue
+            if self._end is not None and sequence > self._end:
+                raise StopAsyncIteration
+            self._expected += 1
+            self._last = sequence
+            self._pending = pending
+            return Record(
+                subject=raw.subject.decode(),
+                sequence=sequence,
+                data=raw.data,
+                unix_time_s=time_ns / NANOSECONDS,
+                headers=read_headers(raw.headers),
+            )
+
+    async def _next_or_look(self):  # noqa: ANN202 - Raw or None, private
+        """For a reader with an end: what it waits for may have been purged, so look again now and then."""
+        with anyio.move_on_after(2 * self._link.settings.idle_heartbeat_s):
+            return await self._pull.next()
+        self._pull.trouble("nothing came before the end")
+        return None
+
+    async def _make_consumer(self, reason: str) -> str:
+        if reason and time.monotonic() - self._made_s < BACK_OFF_S:
+            await anyio.sleep(BACK_OFF_S)
+        self._made_s = time.monotonic()
+        self._pull.clear()
+        self._drop_consumer()
+        name = f"r{secrets.token_hex(8)}"
+        config: dict[str, object] = {
+            "name": name,
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": self._last + 1,
+            "ack_policy": "none",
+            "max_deliver": 1,
+            "replay_policy": "instant",
+            "inactive_threshold": round(INACTIVE_S * NANOSECONDS),
+            "num_replicas": 1,
+            "mem_storage": True,
+            "headers_only": self._headers_only,
+        }
+        if len(self._filters) == 1:
+            config["filter_subject"] = self._filters[0]
+        else:
+            config["filter_subjects"] = list(self._filters)
+        body = {"stream_name": self._stream, "config": config, "action": "create"}
+        try:
+            info = await call(self._link, f"CONSUMER.CREATE.{self._stream}.{name}", body, ConsumerInfo)
+        except ApiError as error:
+            raise self._no_stream(error) from error
+        self._name = name
+        self._expected = 1
+        self._pending = info.num_pending
+        return f"{self._stream}.{name}"
+
+    def _drop_consumer(self) -> None:
+        if self._name:
+            self._link.tell(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._name}", b"", reply=self._link.new_inbox())
+            self._name = ""
+
+    def _no_stream(self, error: ApiError) -> Exception:
+        if error.err_code == Code.STREAM_NOT_FOUND:
+            return NoSuchStreamError(
+                f"expected the stream {self._stream} on this broker, found none"
+                + (f"; {self._last} messages had been read from it" if self._last else "")
+            )
+        return error
+
+
+@asynccontextmanager
+async def read(
+    link: Link, stream: str, filters: tuple[str, ...], after: int, *, follow: bool, headers_only: bool
+) -> AsyncGenerator[AsyncIterator[Record]]:
+    """Read the log in order."""
+    reader = Reader(link, stream, filters, after, headers_only=headers_only)
+    try:
+        await reader.open(follow=follow)
+        yield Iterating(reader.next)
+    finally:
+        with anyio.CancelScope(shield=True), anyio.move_on_after(2):
+            await reader.close()

@@ -1,0 +1,45 @@
+"""Payloads in a dictionary."""
+
+from __future__ import annotations
+
+import anyio.lowlevel
+
+from broker.errors import PayloadMissingError
+from broker.naming import inline_payload
+from schemas.payload import PayloadRef, check_payload, content_id
+
+
+class MemoryPayloads:
+    """A `PayloadStore` that lasts as long as the process."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(len, self.blobs.values()))
+
+    async def put(self, data: bytes | memoryview) -> PayloadRef:
+        await anyio.lowlevel.checkpoint()
+        payload_id = content_id(data)
+        self.blobs.setdefault(payload_id, bytes(data))
+        return PayloadRef(store=self.name, id=payload_id, size_bytes=len(data))
+
+    async def get(self, ref: PayloadRef) -> memoryview:
+        await anyio.lowlevel.checkpoint()
+        inside = inline_payload(ref, self.name)
+        if inside is not None:
+            return inside
+        blob = self.blobs.get(ref.id)
+        if blob is None:
+            raise PayloadMissingError(f"payload {ref.id} ({ref.size_bytes} bytes) is not in the memory store")
+        check_payload(ref, blob)
+        return memoryview(blob)
+
+    async def delete(self, payload_id: str) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.blobs.pop(payload_id, None)

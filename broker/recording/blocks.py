@@ -1,0 +1,207 @@
+"""Blocks: some hundred messages, or some payloads, compressed together, with a head that says what is inside.
+
+A head is all that an index needs, so an index lost in a crash is built again without decompressing anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import zstandard
+
+from broker.api import Record
+
+BLOCK_BYTES: Final = 256 * 1024
+"""Messages of about this size are compressed together."""
+PAYLOAD_BLOCK_BYTES: Final = 1024 * 1024
+_MESSAGE_LEVEL: Final = 1  # keeps up with the broker on one core
+_PAYLOAD_LEVEL: Final = 3
+
+_STEP_TOPICS: Final = frozenset({"step.assembled", "step.trained", "weights.published"})
+
+
+class StepMark(msgspec.Struct, frozen=True, array_like=True):
+    """A message that belongs to a step: its place is how a reader finds the step."""
+
+    topic: str
+    step: int
+    sequence: int
+
+
+class TopicCount(msgspec.Struct, frozen=True, array_like=True):
+    """How much of a topic there is."""
+
+    messages: int
+    size_bytes: int
+
+
+class MessageHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What a block of messages holds."""
+
+    count: int
+    first_sequence: int
+    last_sequence: int
+    first_time_s: float
+    last_time_s: float
+    raw_bytes: int
+    topics: dict[str, TopicCount]
+    entities: bytes
+    """Sorted uint64 hashes of the first key token of each message and of the group in it."""
+    marks: list[StepMark] = []
+    missing: list[str] = []
+    """Payloads that its messages name and that were gone when they were to be recorded."""
+
+
+class PayloadHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What a block of payloads holds."""
+
+    ids: bytes
+    """16 bytes each."""
+    sizes: bytes
+    """int64 each, in the order of the body."""
+
+
+class _Columns(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a block of messages."""
+
+    sequences: bytes
+    times: bytes
+    sizes: bytes
+    subjects: list[str]
+    data: bytes
+    headers: dict[int, dict[str, str]] = {}
+    """Only those messages that have any, by their number in the block."""
+
+
+class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+    sequences: memoryview
+    times: memoryview
+    sizes: memoryview
+    subjects: list[str]
+    data: memoryview
+    headers: dict[int, dict[str, str]] = {}
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_head_decoder: Final = msgspec.msgpack.Decoder(MessageHead)
+_payload_head_decoder: Final = msgspec.msgpack.Decoder(PayloadHead)
+_fields_decoder: Final = msgspec.msgpack.Decoder(_Fields)
+
+
+def entity_hash(token: str) -> int:
+    """How a first key token, or a group, is looked up."""
+    return xxhash.xxh3_64_intdigest(token)
+
+
+def topic_and_entity(subject: str) -> tuple[str, str]:
+    """The topic of a control subject and the first token of its key; for a foreign subject what stands there."""
+    tokens = subject.split(".", 5)
+    if len(tokens) < 5:
+        return ".".join(tokens[2:]), ""
+    return f"{tokens[2]}.{tokens[3]}", tokens[4]
+
+
+def encode_messages(records: Sequence[Record], missing: Sequence[str] = ()) -> tuple[bytes, bytes]:
+    """Head and body of a block."""
+    counts: dict[str, list[int]] = {}
+    entities: set[str] = set()
+    marks: list[StepMark] = []
+    for record in records:
+        topic, entity = topic_and_entity(record.subject)
+        size = len(record.data)
+        count = counts.get(topic)
+        if count is None:
+            counts[topic] = [1, size]
+        else:
+            count[0] += 1
+            count[1] += size
+        entities.add(entity)
+        if topic in _STEP_TOPICS and entity.isdigit():
+            marks.append(StepMark(topic, int(entity), record.sequence))
+    entities.update([entity.partition("-")[0] for entity in entities])
+    datas = [record.data for record in records]
+    columns = _Columns(
+        sequences=np.array([record.sequence for record in records], dtype=np.int64).tobytes(),
+        times=np.array([record.unix_time_s for record in records], dtype=np.float64).tobytes(),
+        sizes=np.array([len(data) for data in datas], dtype=np.int64).tobytes(),
+        subjects=[record.subject for record in records],
+        data=b"".join(datas),
+        headers={number: dict(record.headers) for number, record in enumerate(records) if record.headers},
+    )
+    raw = _encoder.encode(columns)
+    head = MessageHead(
+        count=len(records),
+        first_sequence=records[0].sequence,
+        last_sequence=records[-1].sequence,
+        first_time_s=records[0].unix_time_s,
+        last_time_s=records[-1].unix_time_s,
+        raw_bytes=len(columns.data),
+        topics={topic: TopicCount(messages, size) for topic, (messages, size) in counts.items()},
+        entities=np.sort(np.array([entity_hash(entity) for entity in entities], dtype=np.uint64)).tobytes(),
+        marks=marks,
+        missing=list(missing),
+    )
+    return _encoder.encode(head), zstandard.ZstdCompressor(level=_MESSAGE_LEVEL).compress(raw)
+
+
+def decode_message_head(raw: bytes) -> MessageHead:
+    """The head of a block of messages."""
+    return _head_decoder.decode(raw)
+
+
+class MessageBlock:
+    """A decompressed block; records are made when they are asked for."""
+
+    def __init__(self, body: memoryview) -> None:
+        fields = _fields_decoder.decode(zstandard.ZstdDecompressor().decompress(body))
+        self.subjects: Final = fields.subjects
+        self.sequences: Final[npt.NDArray[np.int64]] = np.frombuffer(fields.sequences, dtype=np.int64)
+        self.times: Final[npt.NDArray[np.float64]] = np.frombuffer(fields.times, dtype=np.float64)
+        self._ends: Final[list[int]] = np.cumsum(np.frombuffer(fields.sizes, dtype=np.int64)).tolist()
+        self._data: Final = fields.data
+        self._headers: Final[Mapping[int, dict[str, str]]] = fields.headers
+
+    def __len__(self) -> int:
+        return len(self.subjects)
+
+    def record(self, number: int) -> Record:
+        """The message at `number` of the block."""
+        start = self._ends[number - 1] if number else 0
+        return Record(
+            subject=self.subjects[number],
+            sequence=int(self.sequences[number]),
+            data=bytes(self._data[start : self._ends[number]]),
+            unix_time_s=float(self.times[number]),
+            headers=self._headers.get(number, {}),
+        )
+
+
+def encode_payloads(payloads: Sequence[tuple[str, bytes | memoryview]]) -> tuple[bytes, bytes]:
+    """Head and body of a block of (id, bytes)."""
+    head = PayloadHead(
+        ids=b"".join(bytes.fromhex(payload_id) for payload_id, _ in payloads),
+        sizes=np.array([len(data) for _, data in payloads], dtype=np.int64).tobytes(),
+    )
+    raw = payloads[0][1] if len(payloads) == 1 else b"".join(data for _, data in payloads)
+    return _encoder.encode(head), zstandard.ZstdCompressor(level=_PAYLOAD_LEVEL).compress(raw)
+
+
+def decode_payload_head(raw: bytes) -> PayloadHead:
+    """The head of a block of payloads."""
+    return _payload_head_decoder.decode(raw)
+
+
+def decode_payloads(head: PayloadHead, body: memoryview) -> dict[str, memoryview]:
+    """All payloads of a block, by id."""
+    raw = memoryview(zstandard.ZstdDecompressor().decompress(body))
+    found: dict[str, memoryview] = {}
+    start = 0
+    for number, size in enumerate(np.frombuffer(head.sizes, dtype=np.int64).tolist()):
+        found[head.ids[16 * number : 16 * number + 16].hex()] = raw[start : start + size]
+        start += size
+    return found
