@@ -25,8 +25,8 @@ def admit(trajectory: Trajectory, group: Group, settings: AssemblySettings) -> M
     """What a slot gave, as a member of its group.
 
     Raises:
-        ContractError: a slot outside the group, more rows than `rows_per_slot` allows, or rows of one slot with different rewards that
-            no turn rewards explain.
+        ContractError: a slot outside the group, more rows than `rows_per_slot` allows, rows of one slot with different rewards that no
+            turn rewards explain, or a row of another temperature.
     """
     slot = trajectory.slot
     if not 0 <= slot < group.num_slots:
@@ -135,6 +135,12 @@ def _check_rows(trajectory: Trajectory, settings: AssemblySettings) -> None:
             f"{where} gave {len(rows)} rows, assembly.rows_per_slot = one allows a single one. Remedies: allow any number "
             "(assembly.rows_per_slot = any); let the agent keep one growing conversation (no context compaction, no sub-agents); or "
             "export whole chains (reward.export = concat)"
+        )
+    other = next((row for row in rows if row.num_loss_tokens and row.temperature != settings.temperature), None)
+    if other is not None:
+        raise ContractError(
+            f"{where}: row {other.row} was sampled at temperature {other.temperature:g}, the step is scored at rollout.temperature = "
+            f"{settings.temperature:g}; log-probs of two temperatures can't be compared. Keep calls with settings of their own out of training"
         )
     if _differ(rows) and not any(row.turn_rewards for row in rows):
         rewards = ", ".join(f"{row.reward:g}" for row in rows[:4])

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from golden_case import Case, Fields, array, assert_close
 from numpy.typing import NDArray
 
@@ -22,6 +23,8 @@ from stages.assembly.rewards import (
     overlong_penalty,
     weighted_reward,
 )
+from stages.learning.gae import TurnIdsError, gae
+from stages.learning.rows import Rows
 
 Floats = NDArray[np.float64]
 
@@ -266,8 +269,26 @@ def _split(values: Floats, sizes: Sequence[int]) -> list[list[float]]:
     return [values[a:b].tolist() for a, b in pairwise(bounds)]
 
 
+def _turn_ids_error(case: Case) -> None:
+    assert case.expected["error"]
+    mask, turns = array(case.inputs["loss_mask_rolled"]), array(case.inputs["turn_ids_rolled"])
+    mask_T = torch.tensor(mask.reshape(-1) > 0)
+    rows = Rows.from_cu_seqlens(torch.arange(len(mask) + 1) * mask.shape[1])
+    with pytest.raises(TurnIdsError):
+        gae(
+            torch.zeros(len(mask_T)),
+            None,
+            mask_T,
+            rows,
+            discount=1.0,
+            gae_lambda=1.0,
+            turn_ids_T=torch.tensor(turns.reshape(-1).astype(int)),
+        )
+
+
 CHECKS: dict[str, Callable[[Case], None]] = {
     "areal_norm": _areal_norm,
+    "error": _turn_ids_error,
     "overlong": _overlong,
     "verl_outcome": _outcome,
     "verl_passk": _passk,
