@@ -18,7 +18,6 @@ from stages.learning.losses.gspo import Gspo
 from stages.learning.losses.importance import BehaviourWeight, Filter, admit
 from stages.learning.losses.methods import Method
 from stages.learning.losses.minibatch import m2po_cutoff
-from stages.learning.losses.policy import policy_terms
 from stages.learning.losses.ppo import Ppo
 from stages.learning.losses.sapo import Sapo
 from stages.learning.rows import Rows
@@ -133,7 +132,9 @@ def _check_areal(case: Case, config: LossConfig, *, clip_after_rejection: bool =
         per_token=expected["per_token_loss"],
         where=looked_at_T,
     )
-    _check_token_stats(case, outcome, looked_at_T, clip_after_rejection=clip_after_rejection)
+    by_row = isinstance(config.method, Gspo)
+    found = _token_stats(outcome, looked_at_T, clip_after_rejection=clip_after_rejection, by_row=by_row)
+    _check_token_stats(case, outcome, looked_at_T, found)
     means = expected["stat_means"]
     assert isinstance(means, Fields)
     named = {
@@ -142,23 +143,26 @@ def _check_areal(case: Case, config: LossConfig, *, clip_after_rejection: bool =
         "importance_weight_mean": "importance_weight",
         "approx_kl_mean": "approx_kl",
     }
-    found = _token_stats(outcome, looked_at_T, clip_after_rejection=clip_after_rejection)
     for key in means:
         value = found[named[key]][looked_at_T].double().mean() if looked_at_T.any() else torch.zeros(())
         assert_close(float(value), means[key], case, "metric", key)
 
 
-def _token_stats(outcome: Outcome, looked_at_T: Tensor, *, clip_after_rejection: bool) -> dict[str, Tensor]:
+def _token_stats(
+    outcome: Outcome, looked_at_T: Tensor, *, clip_after_rejection: bool, by_row: bool
+) -> dict[str, Tensor]:
     terms, method = outcome.terms, outcome.terms.method
-    counted_T = terms.keep_T if clip_after_rejection else looked_at_T
+    counted_T = terms.keep_T if clip_after_rejection or by_row else looked_at_T
     nothing_T = torch.zeros_like(looked_at_T)
     dual_T = nothing_T if method.dual_clipped_T is None else method.dual_clipped_T
     extra = method.extra or {}
+    # The reference's row ratio exists on the tokens that it was averaged over only.
+    ratio_T = method.ratio_T * terms.keep_T if by_row else method.ratio_T
     found = {
-        "importance_weight": method.ratio_T,
+        "importance_weight": ratio_T,
         "approx_kl": terms.logp_T - terms.anchor_logp_T,
         "clip_mask": method.clipped_T & counted_T,
-        "dual_clip_mask": dual_T & looked_at_T,
+        "dual_clip_mask": dual_T & counted_T,
         "behave_approx_kl": (terms.anchor_logp_T - terms.old_logp_T) * terms.keep_T,
         "behave_imp_weight": terms.admission.weight_T,
         "behave_mask": terms.keep_T,
@@ -171,7 +175,7 @@ def _token_stats(outcome: Outcome, looked_at_T: Tensor, *, clip_after_rejection:
     return found | {theirs: extra[ours] for theirs, ours in renamed.items() if ours in extra}
 
 
-def _check_token_stats(case: Case, outcome: Outcome, looked_at_T: Tensor, *, clip_after_rejection: bool) -> None:
+def _check_token_stats(case: Case, outcome: Outcome, looked_at_T: Tensor, found: dict[str, Tensor]) -> None:
     stats = case.expected["stats"]
     assert isinstance(stats, Fields)
     total, valid = looked_at_T.numel(), int(looked_at_T.sum())
@@ -182,7 +186,6 @@ def _check_token_stats(case: Case, outcome: Outcome, looked_at_T: Tensor, *, cli
         "masked_token_ratio": (total - valid) / total,
         "filtered_fraction": float((outcome.terms.admission.changed_T & looked_at_T).sum()) / max(valid, 1),
     }
-    found = _token_stats(outcome, looked_at_T, clip_after_rejection=clip_after_rejection)
     for key in stats:
         if key in counts:
             assert_close(counts[key], stats[key], case, "metric", key)
@@ -258,6 +261,7 @@ def _end_to_end_config(params: Fields) -> LossConfig:
     assert rejection is None or isinstance(rejection, Fields)
     filters, weight = read_correction(rejection)
     clip = {"eps_clip": number(params, "eps_clip"), "eps_clip_higher": maybe(params, "eps_clip_higher")}
+    assert not (params["use_cispo_loss"] and params["use_sapo_loss"])
     if params["use_cispo_loss"]:
         params.without_effect("importance_sampling_level", "c_clip")
         method: Method = Cispo(**clip)
@@ -283,7 +287,8 @@ def _end_to_end_config(params: Fields) -> LossConfig:
 
 def _check_reported(case: Case, outcome: Outcome, at: Layout) -> None:
     terms, method = outcome.terms, outcome.terms.method
-    keep_T, clipped_T = terms.keep_T, terms.keep_T & method.clipped_T
+    narrowed_T = _narrowed(outcome)
+    keep_T, clipped_T = terms.keep_T, narrowed_T & method.clipped_T
     entropy_T = at.floats(case.inputs["entropy"])
     given_prox_T = optional(case, at, "proximal_logprobs")
     extra = method.extra or {}
@@ -324,21 +329,26 @@ def _check_reported(case: Case, outcome: Outcome, at: Layout) -> None:
 
 def _check_reported_scalars(case: Case, outcome: Outcome) -> None:
     terms = outcome.terms
-    narrowed_T = terms.mask_T & ~(terms.mask_T & ~terms.keep_T & ~terms.admission.changed_T)
+    narrowed_T = _narrowed(outcome)
+    dropped = int((narrowed_T & ~terms.keep_T).sum())
     total, valid = narrowed_T.numel(), int(narrowed_T.sum())
     found = {
         "n_total_tokens": total,
         "n_valid_tokens_in_loss": valid,
         "n_masked_tokens": total - valid,
         "masked_token_ratio": (total - valid) / total,
+        "rs_filtered_fraction": dropped / max(valid, 1),
     }
     scalars = case.expected["reported_scalars"]
     assert isinstance(scalars, Fields)
     for key in scalars:
-        if key == "rs_filtered_fraction":
-            # the reference counts inside the mini-batch's narrowed mask
-            continue
         assert_close(found[key], scalars[key], case, "metric", key)
+
+
+def _narrowed(outcome: Outcome) -> Tensor:
+    """The trained tokens that the mini-batch's rule (M2PO) left, before any filter."""
+    narrowed_T = outcome.narrowed_T
+    return outcome.terms.mask_T if narrowed_T is None else narrowed_T
 
 
 def check_error(case: Case) -> None:
@@ -398,7 +408,6 @@ def _check_rows_are_required(case: Case) -> None:
         )  # pyright: ignore[reportCallIssue] - the point of the test
     with pytest.raises(TypeError):
         Rows(row_T=mask_T.long())  # pyright: ignore[reportCallIssue] - same
-    assert policy_terms is not None
 
 
 def check_all_weights_zero(case: Case) -> None:

@@ -87,6 +87,7 @@ class Outcome:
     terms: Terms
     stats: dict[str, Stat]
     at: Layout
+    narrowed_T: Tensor | None
 
     def mean(self, name: str) -> float:
         return float(self.stats[name].mean())
@@ -101,12 +102,13 @@ def run_loss(at: Layout, logp_T: Tensor, batch: LossBatch, config: LossConfig, w
     loss.backward()
     assert logp_T.grad is not None
     return Outcome(
-        loss=float(loss),
+        loss=float(loss.detach()),
         per_token=at.back(terms.loss_T),
         grad=at.back(logp_T.grad),
         terms=terms,
         stats=statistics(terms, ready),
         at=at,
+        narrowed_T=ready.narrowed_T,
     )
 
 

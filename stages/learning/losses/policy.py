@@ -9,7 +9,7 @@ Pure: packed tokens in, per-token losses and sums out; row weights, reductions o
 Values outside the loss mask are replaced before anything is computed from them, so that no NaN there can reach a loss or a gradient.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ def policy_terms(logp_T: Tensor, batch: LossBatch, config: LossConfig) -> Terms:
     return Terms(
         loss_T=_only(loss_T, keep_T),
         policy_T=policy_T.detach(),
-        method=method,
+        method=_detached(method),
         mask_T=mask_T,
         keep_T=keep_T,
         weight_T=tokens.weight_T,
@@ -145,6 +145,12 @@ def statistics(terms: Terms, batch: LossBatch) -> dict[str, Stat]:
     found["clipped_logp"] = _sum(terms.logp_T, keep_T & method.clipped_T)
     found["clipped_old_logp"] = _sum(terms.old_logp_T, keep_T & method.clipped_T)
     return found
+
+
+def _detached(method: Surrogate) -> Surrogate:
+    """The same values without the graph, which would keep every activation alive as long as the statistics."""
+    extra = None if method.extra is None else {name: value_T.detach() for name, value_T in method.extra.items()}
+    return replace(method, loss_T=method.loss_T.detach(), ratio_T=method.ratio_T.detach(), extra=extra)
 
 
 def _anchor(logp_T: Tensor, old_T: Tensor, batch: LossBatch, config: LossConfig) -> Tensor:
