@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 
 import aiohttp
@@ -18,7 +19,7 @@ from ops.arena.lifeline import die_with_parent
 
 
 async def serve_jobs() -> None:
-    """Play jobs until standard input ends."""
+    """Play jobs until standard input ends or SIGTERM comes; commands that run end with it."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -26,6 +27,7 @@ async def serve_jobs() -> None:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as http:
         _answer(b'"ready"')
+        loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)
         running: set[asyncio.Task[None]] = set()
         while line := await reader.readline():
             task = asyncio.create_task(_play_line(line, http))

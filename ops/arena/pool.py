@@ -21,8 +21,9 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from ops.arena.jobs import LINE_LIMIT_BYTES, End, Job, Outcome
 
 _STOP_S = 5.0
-"""How long a harness process may take to end after its pipe is closed, before it is killed."""
+"""How long a harness process may take to end its commands after SIGTERM, before it is killed."""
 _START_S = 60.0
+"""How long a job waits for the first warm process."""
 _log = structlog.get_logger("arena.pool")
 
 
@@ -40,23 +41,20 @@ class _Worker:
 class HarnessPool:
     """Plays jobs on the least busy process; a process that dies fails its jobs and is started again."""
 
-    def __init__(self, group: anyio.abc.TaskGroup, num_processes: int) -> None:
-        self._group = group
+    def __init__(self, num_processes: int) -> None:
         self._num_processes = num_processes
         self._workers: list[_Worker] = []
+        self._warm = anyio.Event()
 
-    async def start(self) -> None:
-        """Start all processes and wait until each can take jobs.
+    async def run(self) -> None:
+        """Keep all processes running until cancelled; jobs wait until the first is warm.
 
         Raises:
-            PoolError: One didn't get ready.
+            PoolError: One can't be started.
         """
-        try:
-            with anyio.fail_after(_START_S):
-                for _ in range(self._num_processes):
-                    await self._group.start(self._keep_worker)
-        except TimeoutError as error:
-            raise PoolError(f"no harness process got ready within {_START_S} s") from error
+        async with anyio.create_task_group() as group:
+            for _ in range(self._num_processes):
+                group.start_soon(self._keep_worker)
 
     def pids(self) -> list[int]:
         """Process ids of the harness processes."""
@@ -64,6 +62,8 @@ class HarnessPool:
 
     async def play(self, job: Job) -> Outcome:
         """Play one job to its end; a harness process that dies makes it HARNESS_FAILED."""
+        with anyio.move_on_after(_START_S):
+            await self._warm.wait()
         if not self._workers:
             return Outcome(job_id=job.job_id, end=End.SETUP_FAILED, message="no harness process is running")
         worker = min(self._workers, key=lambda candidate: len(candidate.waiting))
@@ -80,8 +80,8 @@ class HarnessPool:
         finally:
             worker.waiting.pop(job.job_id, None)
 
-    async def _keep_worker(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        first = True
+    async def _keep_worker(self) -> None:
+        warm_once = False
         while True:
             async with _process() as process:
                 worker = _Worker(process)
@@ -92,9 +92,8 @@ class HarnessPool:
                 with contextlib.suppress(anyio.EndOfStream, anyio.IncompleteRead, anyio.ClosedResourceError):
                     await lines.receive_until(b"\n", LINE_LIMIT_BYTES)
                     self._workers.append(worker)
-                    if first:
-                        task_status.started()
-                        first = False
+                    self._warm.set()
+                    warm_once = True
                     while True:
                         _settle(worker, await lines.receive_until(b"\n", LINE_LIMIT_BYTES))
             if worker in self._workers:
@@ -102,7 +101,7 @@ class HarnessPool:
             for job_id, future in worker.waiting.items():
                 if not future.done():
                     future.set_result(_died(job_id))
-            if first:
+            if not warm_once:
                 raise PoolError(f"a harness process ended at its start with code {process.returncode}")
             _log.warning("harness process ended; starting another", code=process.returncode)
 
@@ -126,8 +125,8 @@ async def _process() -> AsyncGenerator[anyio.abc.Process]:
         yield process
     finally:
         with anyio.CancelScope(shield=True):
-            if process.stdin is not None:
-                await process.stdin.aclose()
+            if process.returncode is None:
+                process.terminate()
             with anyio.move_on_after(_STOP_S):
                 await process.wait()
             if process.returncode is None:

@@ -23,6 +23,8 @@ from ops.arena.state import ArenaState
 
 _STOP_S = 5.0
 """How long open requests may take when the server stops."""
+_TICK_S = 0.1
+"""What uvicorn's housekeeping expects."""
 _KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections, so that they, not we, close them."""
 
@@ -46,7 +48,24 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs it."""
+    """Leaves signals to whoever runs it, and stops at once when told."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._told = anyio.Event()
+
+    def stop(self) -> None:
+        """End the server; open connections are dropped."""
+        self.should_exit = True
+        self.force_exit = True
+        self._told.set()
+
+    async def main_loop(self) -> None:
+        ticks = 0
+        while not await self.on_tick(ticks):
+            ticks += 1
+            with anyio.move_on_after(_TICK_S):
+                await self._told.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -65,7 +84,7 @@ async def serve(
 
     Raises:
         ArenaConfigError: A setting can't be used; nothing was started.
-        PoolError: The harness processes can't be started.
+        PoolError: The harness processes can't be started; inside an exception group.
     """
     config = checked(config)
     if secrets is None:
@@ -79,8 +98,8 @@ async def serve(
             aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as http,
             anyio.create_task_group() as group,
         ):
-            pool = HarnessPool(group, config.pool_processes)
-            await pool.start()
+            pool = HarnessPool(config.pool_processes)
+            group.start_soon(pool.run)
             runner = EpisodeRunner(state, pool)
             control = ControlPlane(state, runner, group, token=secrets.openapi_token)
             gateway = ModelGateway(state, http, llm_api_key=secrets.llm_api_key)
@@ -132,5 +151,4 @@ async def _listening(app: Starlette, listener: socket.socket) -> AsyncGenerator[
                     await anyio.sleep(0.005)
             yield
         finally:
-            server.should_exit = True
-            server.force_exit = True
+            server.stop()
