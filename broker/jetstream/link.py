@@ -78,6 +78,7 @@ class Link:
         self._on_reconnect: dict[int, Callable[[], None]] = {}
         self.fatal: NotConnectedError | None = None
         self.closing = False
+        self._sweep: asyncio.TimerHandle | None = None
 
     def state(self) -> ConnectionState:
         """What the connection is doing now."""
@@ -178,24 +179,34 @@ class Link:
     async def start(self) -> None:
         """Listen for answers."""
         await self.client.subscribe_direct(f"{self._inbox}.*", self._answered)
+        self.sweep()
 
-    async def sweep(self) -> None:
-        """End questions whose time is over, for ever."""
-        while True:
-            await anyio.sleep(SWEEP_S)
-            now = time.monotonic()
-            for future, until_s in list(self._waiting.values()):
-                if until_s < now and not future.done():
-                    future.set_exception(NoAnswerError())
+    def sweep(self) -> None:
+        """End questions whose time is over, now and again until `stop`."""
+        now = time.monotonic()
+        for future, until_s in list(self._waiting.values()):
+            if until_s < now and not future.done():
+                future.set_exception(NoAnswerError())
+        self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self.sweep)
+
+    def stop(self) -> None:
+        """No sweeping any more; what still waits is told that the connection is lost."""
+        self.closing = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        self._lose_answers()
+
+    def _lose_answers(self) -> None:
+        for future, _ in list(self._waiting.values()):
+            if not future.done():
+                future.set_exception(LinkLostError())
 
     async def disconnected(self) -> None:
         """nats-py's callback."""
         if self._connected.is_set():
             self._connected = anyio.Event()
         self._since = time.time()
-        for future, _ in list(self._waiting.values()):
-            if not future.done():
-                future.set_exception(LinkLostError())
+        self._lose_answers()
         if not self.closing:
             self.log.warning("connection lost", error=self._last_error)
 
@@ -238,12 +249,9 @@ async def open_link(urls: list[str], settings: ConnectSettings, *, role: str = "
     await _connect(link, urls, settings, role)
     try:
         await link.start()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(link.sweep)
-            yield link
-            tasks.cancel_scope.cancel()
+        yield link
     finally:
-        link.closing = True
+        link.stop()
         with anyio.CancelScope(shield=True), anyio.move_on_after(2):
             if client.is_connected:
                 await client.written()

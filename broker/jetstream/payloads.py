@@ -9,12 +9,11 @@ from __future__ import annotations
 import time
 from typing import Final
 
-import anyio
-
 from broker.errors import PayloadMissingError
 from broker.jetstream.api import call
 from broker.jetstream.headers import header
 from broker.jetstream.link import Answer, Link
+from broker.jetstream.parallel import for_each
 from broker.jetstream.publish import Gate, get_last_answer, send
 from broker.naming import RunNames, inline_payload
 from broker.shapes import Purged, StreamInfo
@@ -45,16 +44,12 @@ class JetStreamPayloads:
         chunks = [view[start : start + size] for start in range(0, len(view), size)] or [view]
         if not await self._put_chunk(ref.id, 0, chunks[0], len(chunks)) and await self._is_whole(ref.id, len(chunks)):
             return ref
-        limiter = anyio.Semaphore(PARALLEL_CHUNKS, fast_acquire=True)
+        if len(chunks) > 1:
 
-        async def put(index: int) -> None:
-            async with limiter:
+            async def put(index: int) -> None:
                 await self._put_chunk(ref.id, index, chunks[index], len(chunks))
 
-        if len(chunks) > 1:
-            async with anyio.create_task_group() as tasks:
-                for index in range(1, len(chunks)):
-                    tasks.start_soon(put, index)
+            await for_each(range(1, len(chunks)), put, at_once=PARALLEL_CHUNKS)
         return ref
 
     async def _put_chunk(self, payload_id: str, index: int, chunk: memoryview, num_chunks: int) -> bool:
@@ -92,19 +87,15 @@ class JetStreamPayloads:
         size = len(first.data)
         whole = memoryview(bytearray(max(ref.size_bytes, size)))
         whole[:size] = first.data
-        limiter = anyio.Semaphore(PARALLEL_CHUNKS, fast_acquire=True)
 
         async def fetch(index: int) -> None:
-            async with limiter:
-                chunk = (await self._get_chunk(ref, index)).data
+            chunk = (await self._get_chunk(ref, index)).data
             start = index * size
             if start + len(chunk) > len(whole):
                 check_payload(ref, chunk)  # of another size than the reference says: raises
             whole[start : start + len(chunk)] = chunk
 
-        async with anyio.create_task_group() as tasks:
-            for index in range(1, num_chunks):
-                tasks.start_soon(fetch, index)
+        await for_each(range(1, num_chunks), fetch, at_once=PARALLEL_CHUNKS)
         check_payload(ref, whole)
         return whole.toreadonly()
 

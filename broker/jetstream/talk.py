@@ -105,11 +105,17 @@ async def serve(link: Link, subject: str, handler: Callable[[bytes], Awaitable[b
     subscription = await link.client.subscribe_direct(subject, arrived, queue=QUEUE)
     try:
         await link.round_trip()
+        failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             for _ in range(link.settings.serve_concurrency):
                 tasks.start_soon(answer)
-            yield
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 - raised below as itself: a task group would wrap it
+                failure = error
             tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
     finally:
         link.client.forget(subscription)
         send.close()

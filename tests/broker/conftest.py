@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from broker.api import Broker
-from broker.connect import connect
 from broker.embedded import EmbeddedServer, EmbeddedSettings
-from broker.memory import MemoryServer
 from broker.settings import ConnectSettings
 from broker.topology import RunLimits
 
@@ -22,8 +18,6 @@ SMALL = RunLimits(log_max_bytes=256 * 2**20, payload_max_bytes=512 * 2**20, stat
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory):
     """A server that no test stops."""
-    import asyncio
-
     server = EmbeddedServer(tmp_path_factory.mktemp("nats"), EmbeddedSettings())
     asyncio.run(server.start())
     yield server

@@ -1,0 +1,16 @@
+"""What every `Broker` must do, as plain functions: `await check(make)` raises AssertionError where it does not.
+
+`make()` opens one more connection to the same fresh run; a test runs through `CHECKS`.
+It must not know any implementation.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from broker.conformance import deliveries, log, payloads, state, talk
+from broker.conformance.asserting import BrokerFactory, Check
+
+CHECKS: Final[tuple[Check, ...]] = (*log.CHECKS, *deliveries.CHECKS, *state.CHECKS, *talk.CHECKS, *payloads.CHECKS)
+
+__all__ = ["CHECKS", "BrokerFactory", "Check"]

@@ -1,0 +1,86 @@
+"""Payload stores, checked through a broker's own and, by `STORE_CHECKS`, on their own."""
+
+# ruff: noqa: D103 - the name of a check is its sentence
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import anyio
+import msgspec
+
+from broker.api import PayloadStore
+from broker.conformance.asserting import BrokerFactory, Check, equal, raises
+from broker.errors import PayloadMissingError
+from schemas.errors import DigestError
+from schemas.payload import content_id, inline_ref
+
+StoreCheck = Callable[[PayloadStore], Awaitable[None]]
+
+
+async def check_bytes_come_back(store: PayloadStore) -> None:
+    rng = random.Random(3)  # noqa: S311 - test data
+    for size in (0, 1, 1000, 1024 * 1024, 3 * 1024 * 1024 + 17):
+        data = rng.randbytes(size)
+        ref = await store.put(memoryview(data))
+        equal((ref.store, ref.id, ref.size_bytes), (store.name, content_id(data), size), "reference")
+        equal(bytes(await store.get(ref)), data, f"{size} bytes")
+
+
+async def check_the_same_bytes_are_stored_once(store: PayloadStore) -> None:
+    data = random.Random(4).randbytes(2 * 1024 * 1024 + 5)  # noqa: S311 - test data
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(store.put, data)
+    ref = await store.put(data)
+    equal(bytes(await store.get(ref)), data, "bytes")
+
+
+async def check_a_missing_payload_is_named(store: PayloadStore) -> None:
+    ref = await store.put(b"there for a while")
+    await store.delete(ref.id)
+    await raises(PayloadMissingError, store.get(ref), "a payload that was deleted")
+    await store.delete(ref.id)
+    elsewhere = msgspec.structs.replace(ref, store="elsewhere")
+    await raises(PayloadMissingError, store.get(elsewhere), "a payload of another store")
+
+
+async def check_bytes_other_than_promised_are_refused(store: PayloadStore) -> None:
+    for size in (100, 2 * 1024 * 1024 + 100):
+        ref = await store.put(bytes(size))
+        for wrong in (size - 1, size + 1):
+            await raises(DigestError, store.get(msgspec.structs.replace(ref, size_bytes=wrong)), "another size")
+
+
+async def check_inline_payloads_need_no_store(store: PayloadStore) -> None:
+    equal(bytes(await store.get(inline_ref(b"inside"))), b"inside", "bytes")
+    damaged = msgspec.structs.replace(inline_ref(b"inside"), inline=memoryview(b"1nside"))
+    await raises(DigestError, store.get(damaged), "damaged bytes")
+
+
+STORE_CHECKS: Final[tuple[StoreCheck, ...]] = (
+    check_bytes_come_back,
+    check_the_same_bytes_are_stored_once,
+    check_a_missing_payload_is_named,
+    check_bytes_other_than_promised_are_refused,
+    check_inline_payloads_need_no_store,
+)
+
+
+async def check_the_broker_s_store_does_all_that(make: BrokerFactory) -> None:
+    async with make() as broker:
+        for check in STORE_CHECKS:
+            await check(broker.payloads)
+
+
+async def check_payloads_are_seen_by_other_connections(make: BrokerFactory) -> None:
+    async with make() as one, make() as two:
+        ref = await one.payloads.put(b"shared")
+        equal(bytes(await two.payloads.get(ref)), b"shared", "bytes")
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    check_the_broker_s_store_does_all_that,
+    check_payloads_are_seen_by_other_connections,
+)

@@ -1,0 +1,100 @@
+"""Payloads as files: one a payload, named by its checksum, in 256 folders.
+
+A file appears whole or not at all (written beside, then renamed). For a shared file system, and for large payloads that
+a broker should not carry. It must not know what a payload means.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Final
+
+import anyio
+import anyio.to_thread
+
+from broker.errors import PayloadMissingError, StoreFullError
+from broker.naming import inline_payload
+from schemas.ids import is_safe_token
+from schemas.payload import PayloadRef, check_payload, content_id
+
+PARALLEL: Final = 8
+"""Files of one store that are read or written at the same time."""
+
+
+class DirectoryPayloads:
+    """A `PayloadStore` in a folder."""
+
+    def __init__(self, root: str | Path, *, fsync: bool = False) -> None:
+        """Args:
+        root: The folder, made on first use.
+        fsync: Force each payload to disk before `put` returns: survives a power cut, costs some milliseconds each.
+        """
+        self._root = Path(root)
+        self._fsync = fsync
+        self._limiter = anyio.CapacityLimiter(PARALLEL)
+
+    @property
+    def name(self) -> str:
+        return "directory"
+
+    async def put(self, data: bytes | memoryview) -> PayloadRef:
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        ref = PayloadRef(store=self.name, id=content_id(view), size_bytes=len(view))
+        await anyio.to_thread.run_sync(self._write, ref, view, limiter=self._limiter)
+        return ref
+
+    async def get(self, ref: PayloadRef) -> memoryview:
+        inside = inline_payload(ref, self.name)
+        if inside is not None:
+            return inside
+        return memoryview(await anyio.to_thread.run_sync(self._read, ref, limiter=self._limiter))
+
+    async def delete(self, payload_id: str) -> None:
+        path = self._path(payload_id)
+        await anyio.to_thread.run_sync(lambda: path.unlink(missing_ok=True), limiter=self._limiter)
+
+    def _path(self, payload_id: str) -> Path:
+        if not is_safe_token(payload_id) or len(payload_id) < 3:
+            raise PayloadMissingError(f"expected a payload id of hex digits, found {payload_id!r}")
+        return self._root / payload_id[:2] / payload_id[2:]
+
+    def _write(self, ref: PayloadRef, view: memoryview) -> None:
+        path = self._path(ref.id)
+        if path.is_file() and path.stat().st_size == ref.size_bytes:
+            return
+        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with beside.open("wb") as file:
+                file.write(view)
+                if self._fsync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            beside.replace(path)
+            if self._fsync:
+                _sync_folder(path.parent)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise StoreFullError(
+                f"payload {ref.id} ({ref.size_bytes} bytes) can't be written under {self._root}: {error.strerror}"
+            ) from error
+
+    def _read(self, ref: PayloadRef) -> bytes:
+        try:
+            data = self._path(ref.id).read_bytes()
+        except FileNotFoundError as error:
+            raise PayloadMissingError(
+                f"payload {ref.id} ({ref.size_bytes} bytes) is not under {self._root}: never stored there, or collected"
+            ) from error
+        check_payload(ref, data)
+        return data
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
