@@ -95,7 +95,7 @@ _fields_decoder: Final = msgspec.msgpack.Decoder(_Fields)
 
 def entity_hash(token: str) -> int:
     """How a first key token, or a group, is looked up."""
-    return xxhash.xxh3_64_intdigest(token)
+    return xxhash.xxh3_64_intdigest(token.encode())
 
 
 def topic_and_entity(subject: str) -> tuple[str, str]:

@@ -1,0 +1,198 @@
+"""Writes a recording: append-only, whole blocks, a new file when one is large enough. Blocking; for one thread.
+
+A payload is written before the messages that name it, so whatever can be read after a crash is complete in itself, and
+a recorder goes on after the last sequence that stands in the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import msgspec
+
+from broker.api import Record
+from broker.recording.blocks import PAYLOAD_BLOCK_BYTES, encode_messages, encode_payloads
+from broker.recording.errors import NotARecordingError, RecordingError, WrongRunError
+from broker.recording.frames import PRELUDE_BYTES, FramePlace, Kind, encode_frame, prelude
+from broker.recording.header import Header, encode_header, read_header
+from broker.recording.index import FileIndex, LoadedIndex, index_frames, load_index
+
+
+def part_path(path: Path, part: int) -> Path:
+    """The file of a recording's `part`: run.hrrec, run.0001.hrrec, run.0002.hrrec and so on."""
+    return path if part == 0 else path.with_name(f"{path.stem}.{part:04d}{path.suffix}")
+
+
+def part_paths(path: Path) -> list[Path]:
+    """All files of the recording that begins with `path`, in order."""
+    found = [path]
+    while (following := part_path(path, len(found))).exists():
+        found.append(following)
+    return found
+
+
+class RecordingWriter:
+    """An open recording. `last_sequence` and `payload_ids` say what it holds already."""
+
+    def __init__(self, path: Path, header: Header, *, rotate_bytes: int) -> None:
+        self.path: Final = path
+        self.last_sequence = 0
+        self.num_messages = 0
+        self.payload_ids: Final[set[bytes]] = set()
+        self._rotate_bytes: Final = rotate_bytes
+        self._header = header
+        self._index = FileIndex()
+        self._file: BinaryIO | None = None
+        self._offset = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file that is written now."""
+        return self._offset
+
+    def holds(self, payload_id: str) -> bool:
+        """Whether a payload was written already."""
+        return bytes.fromhex(payload_id) in self.payload_ids
+
+    def write_payloads(self, payloads: Sequence[tuple[str, bytes | memoryview]]) -> None:
+        """Append payloads that are not there yet, several small ones to a block."""
+        block: list[tuple[str, bytes | memoryview]] = []
+        size = 0
+        for payload_id, data in payloads:
+            raw_id = bytes.fromhex(payload_id)
+            if raw_id in self.payload_ids:
+                continue
+            self.payload_ids.add(raw_id)
+            block.append((payload_id, data))
+            size += len(data)
+            if size >= PAYLOAD_BLOCK_BYTES:
+                self._append(Kind.PAYLOADS, *encode_payloads(block))
+                block, size = [], 0
+        if block:
+            self._append(Kind.PAYLOADS, *encode_payloads(block))
+
+    def write_messages(self, records: Sequence[Record], missing: Sequence[str] = ()) -> None:
+        """Append one block of messages, in the order of their sequences. What the file holds already is left out.
+
+        Args:
+            missing: ids of payloads they name that could not be had.
+        """
+        fresh = [record for record in records if record.sequence > self.last_sequence]
+        if not fresh:
+            return
+        self._append(Kind.MESSAGES, *encode_messages(fresh, missing))
+        self.last_sequence = fresh[-1].sequence
+        self.num_messages += len(fresh)
+        if self._offset >= self._rotate_bytes:
+            self._rotate()
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Write the index and close."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        with file:
+            file.seek(self._offset)
+            file.writelines(index_frames(self._index, self._offset))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _append(self, kind: Kind, head: bytes, body: bytes) -> None:
+        if self._file is None:
+            raise RecordingError(f"{self.path}: the recording is closed")
+        pieces = encode_frame(kind, head, body)
+        self._file.writelines(pieces)
+        self._file.flush()
+        place = FramePlace(
+            offset=self._offset,
+            kind=kind,
+            head_size=len(head),
+            body_size=len(body),
+            checksum=int.from_bytes(pieces[1], "little"),
+        )
+        self._offset = place.end
+        self._index.add(place, head)
+
+    def _begin(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._file.write(prelude())
+        self._offset = PRELUDE_BYTES
+        self._index = FileIndex()
+        self._append(Kind.HEADER, b"", encode_header(self._header))
+
+    def _rotate(self) -> None:
+        self.close()
+        self._header = msgspec.structs.replace(self._header, part=self._header.part + 1)
+        self._begin(part_path(self.path, self._header.part))
+
+    def _resume(self, path: Path, loaded: LoadedIndex) -> None:
+        self._file = path.open("r+b")
+        self._file.truncate(loaded.blocks_end)
+        self._file.seek(loaded.blocks_end)
+        self._offset = loaded.blocks_end
+        self._index = loaded.index
+
+    def _take_up(self, loaded: LoadedIndex) -> None:
+        for entry in loaded.index.payloads:
+            ids = entry.head.ids
+            self.payload_ids.update(ids[start : start + 16] for start in range(0, len(ids), 16))
+        for entry in loaded.index.messages:
+            self.last_sequence = max(self.last_sequence, entry.head.last_sequence)
+            self.num_messages += entry.head.count
+
+    @classmethod
+    def open(cls, path: Path, header: Header, *, rotate_bytes: int = 1 << 62) -> RecordingWriter:
+        """Begin a recording, or go on with the one that stands at `path`: a torn tail is cut off, nothing else changes.
+
+        Raises:
+            WrongRunError: what stands there is of another run, or was redacted by other rules.
+            NotARecordingError, NewerRecordingError.
+        """
+        if not path.exists() or path.stat().st_size == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            writer = cls(path, header, rotate_bytes=rotate_bytes)
+            writer._begin(path)
+            return writer
+        names = part_paths(path)
+        if len(names) > 1 and not _has_header(names[-1]):
+            names.pop().unlink()  # a rotation that a crash cut short before its first block
+        writer = cls(path, header, rotate_bytes=rotate_bytes)
+        for name in names:
+            with name.open("rb") as file:
+                writer._header = read_header(file, str(name))
+                _check_same(writer._header, header, str(name))
+                loaded = load_index(file, str(name))
+            writer._take_up(loaded)
+            if name is names[-1]:
+                writer._resume(name, loaded)
+        return writer
+
+
+def _has_header(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            read_header(file, str(path))
+        except NotARecordingError:
+            return False
+    return True
+
+
+def _check_same(standing: Header, wanted: Header, path: str) -> None:
+    if standing.run != wanted.run:
+        raise WrongRunError(
+            f"{path}: holds a recording of run {standing.run!r}, asked to append run {wanted.run!r}: choose another file"
+        )
+    if standing.redactions != wanted.redactions:
+        raise WrongRunError(
+            f"{path}: was recorded with the redaction rules {standing.redactions}, asked to append with "
+            f"{wanted.redactions}: give the same rules or another file"
+        )
