@@ -9,7 +9,7 @@ stand already are suppressed by their key, and one that differs from what stands
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import anyio
@@ -21,12 +21,13 @@ from broker.errors import ConflictError
 from pipeline.errors import ContractError, FoldDivergedError
 from pipeline.metrics import Metrics
 from pipeline.publishing import publish_patiently
+from pipeline.retries import is_retry, retries_of
 from pipeline.stage import AnyTopic
 from schemas.errors import DecodeError
 from schemas.messages.sampling import DeadLetter
 from schemas.messages.training import FoldCheckpoint
 from schemas.payload import PayloadRef
-from schemas.topics import DEAD_LETTER
+from schemas.topics import DEAD_LETTER, DEAD_RETRY
 
 S = TypeVar("S", bound=msgspec.Struct)
 log = structlog.get_logger("headrace.fold")
@@ -143,14 +144,18 @@ class FoldRunner(Generic[S]):
             self.fold.load(ref, await self._payload(ref))
         log.info("fold restored", fold=self.fold.name, sequence=self.sequence)
 
-    async def run(self) -> None:
+    async def run(self, *, beside: Callable[[], Awaitable[None]] | None = None) -> None:
         """Fold the log as it grows, until drained.
+
+        Args:
+            beside: runs as long as the fold does, from when it is restored (a ticker).
 
         Raises:
             ContractError: a promise is broken; nothing was guessed.
         """
         await self.restore()
         filters = [topic.filter(self.broker.run) for topic in self.fold.consumes]
+        filters.append(retries_of(self.broker.run, self.fold.name))
         async with anyio.create_task_group() as tasks:
 
             async def stop() -> None:
@@ -159,6 +164,8 @@ class FoldRunner(Generic[S]):
 
             tasks.start_soon(stop)
             tasks.start_soon(self._checkpoint_now_and_then)
+            if beside is not None:
+                tasks.start_soon(beside)
             self._describe()
             async with self.broker.read(filters, after_sequence=self.sequence) as records:
                 async for record in records:
@@ -173,12 +180,16 @@ class FoldRunner(Generic[S]):
             await self._fold_record(record)
 
     async def _fold_record(self, record: Record) -> None:
-        tokens = record.subject.split(".", 4)
+        subject, data = record.subject, record.data
+        if is_retry(subject):
+            retry = DEAD_RETRY.decode(data)
+            subject, data = retry.subject, retry.data
+        tokens = subject.split(".", 4)
         topic = self._by_name[f"{tokens[2]}.{tokens[3]}"]
         try:
-            message: msgspec.Struct = topic.decode(record.data)
+            message: msgspec.Struct = topic.decode(data)
         except DecodeError as error:
-            await self._dead_letter(record, error)
+            await self._dead_letter(record.sequence, subject, data, error)
             self.sequence = record.sequence
             return
         self.metrics.received += 1
@@ -252,20 +263,20 @@ class FoldRunner(Generic[S]):
         else:
             self.metrics.adopted += 1
 
-    async def _dead_letter(self, record: Record, error: DecodeError) -> None:
+    async def _dead_letter(self, sequence: int, of_subject: str, data: bytes, error: DecodeError) -> None:
         letter = DeadLetter(
             stage=self.fold.name,
-            sequence=record.sequence,
-            subject=record.subject,
+            sequence=sequence,
+            subject=of_subject,
             reason="undecodable",
             error=str(error),
             attempts=1,
-            data=record.data,
+            data=data,
         )
         subject = DEAD_LETTER.subject(self.broker.run, letter)
         await publish_patiently(self.broker, subject, DEAD_LETTER.encode(letter), self.metrics)
         self.metrics.dead += 1
-        log.error("a fold skipped a message", fold=self.fold.name, subject=record.subject, error=str(error))
+        log.error("a fold skipped a message", fold=self.fold.name, subject=of_subject, error=str(error))
 
     async def _checkpoint_now_and_then(self) -> None:
         while True:

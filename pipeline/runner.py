@@ -26,10 +26,11 @@ from pipeline.delivery import Ack, GiveUp, Retry, Stop, decide, decide_before
 from pipeline.errors import ContractError
 from pipeline.metrics import Metrics
 from pipeline.publishing import publish_patiently
+from pipeline.retries import is_retry, retries_of
 from pipeline.stage import BoundStage, Outputs
 from schemas.errors import DecodeError
 from schemas.messages.sampling import DeadLetter
-from schemas.topics import DEAD_LETTER
+from schemas.topics import DEAD_LETTER, DEAD_RETRY
 
 M = TypeVar("M", bound=msgspec.Struct)
 log = structlog.get_logger("headrace.runner")
@@ -43,6 +44,14 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     consumer: ConsumerSettings = ConsumerSettings()
     drain_deadline_s: float = 8.0
     """How long handlers may finish what they hold after a drain began."""
+
+
+class _Given(msgspec.Struct, frozen=True, kw_only=True):
+    """A delivery and the message that it stands for: a retry of a dead letter stands for the letter's message."""
+
+    delivery: Delivery
+    subject: str
+    data: bytes
 
 
 class StageRunner:
@@ -69,7 +78,7 @@ class StageRunner:
             ContractError: the stage must not go on.
         """
         stage, settings = self.stage, self.settings
-        filters = [stage.consumes.filter(self.broker.run)]
+        filters = [stage.consumes.filter(self.broker.run), retries_of(self.broker.run, stage.name)]
         send, receive = anyio.create_memory_object_stream[Delivery](max_buffer_size=stage.concurrency)
         async with (
             self.broker.consume(stage.name, filters, settings.consumer) as deliveries,
@@ -134,20 +143,25 @@ class StageRunner:
     async def _handle(self, delivery: Delivery) -> None:
         stage = self.stage
         too_often = decide_before(delivery.num_delivered, stage.policy)
+        subject, data = delivery.subject, delivery.data
+        if is_retry(subject):
+            retry = DEAD_RETRY.decode(data)
+            subject, data = retry.subject, retry.data
+        given = _Given(delivery=delivery, subject=subject, data=data)
         if too_often is not None:
-            await self._give_up(delivery, too_often.reason, "its workers died or never answered")
+            await self._give_up(given, too_often.reason, "its workers died or never answered")
             return
         try:
-            message = stage.consumes.decode(delivery.data)
+            message = stage.consumes.decode(data)
         except DecodeError as error:
-            await self._give_up(delivery, "undecodable", str(error))
+            await self._give_up(given, "undecodable", str(error))
             return
         error: Exception | None = None
         try:
             await self._publish(await stage.handle(message))
         except Exception as stage_error:  # noqa: BLE001 - the one place where a stage's failure becomes a decision
             error = stage_error
-        await self._settle(delivery, message, error)
+        await self._settle(given, message, error)
 
     async def _publish(self, outputs: Outputs) -> None:
         if len(outputs) == 1:
@@ -172,7 +186,8 @@ class StageRunner:
         else:
             self.metrics.adopted += 1
 
-    async def _settle(self, delivery: Delivery, message: msgspec.Struct, error: Exception | None) -> None:
+    async def _settle(self, given: _Given, message: msgspec.Struct, error: Exception | None) -> None:
+        delivery = given.delivery
         if isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
             error = error.exceptions[0]
         match decide(error, delivery.num_delivered, self.stage.policy):
@@ -184,7 +199,7 @@ class StageRunner:
                 log.warning(
                     "a message is tried again",
                     stage=self.stage.name,
-                    subject=delivery.subject,
+                    subject=given.subject,
                     attempt=delivery.num_delivered,
                     delay_s=round(delay_s, 3),
                     error=describe(error),
@@ -193,19 +208,20 @@ class StageRunner:
             case GiveUp(reason=reason):
                 if self.stage.gave_up is not None:
                     await self._publish(self.stage.gave_up(message, describe(error)))
-                await self._give_up(delivery, reason, describe(error))
+                await self._give_up(given, reason, describe(error))
             case Stop(reason=reason):
-                raise ContractError(f"stage {self.stage.name} stops at {delivery.subject}: {reason}") from error
+                raise ContractError(f"stage {self.stage.name} stops at {given.subject}: {reason}") from error
 
-    async def _give_up(self, delivery: Delivery, reason: str, error: str) -> None:
+    async def _give_up(self, given: _Given, reason: str, error: str) -> None:
+        delivery = given.delivery
         letter = DeadLetter(
             stage=self.stage.name,
             sequence=delivery.sequence,
-            subject=delivery.subject,
+            subject=given.subject,
             reason=reason,
             error=error[:_ERROR_TEXT_LIMIT],
             attempts=delivery.num_delivered,
-            data=bytes(delivery.data),
+            data=bytes(given.data),
         )
         await publish_patiently(
             self.broker, DEAD_LETTER.subject(self.broker.run, letter), DEAD_LETTER.encode(letter), self.metrics
@@ -215,7 +231,7 @@ class StageRunner:
         log.error(
             "a message went to the dead letters",
             stage=self.stage.name,
-            subject=delivery.subject,
+            subject=given.subject,
             reason=reason,
             error=letter.error,
         )

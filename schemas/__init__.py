@@ -23,6 +23,8 @@ The loop, in the order of the flow (topic → message):
     fold.tick             Tick                  time, as a message
     run.retain            Retain                the low-water mark
     dead.letter           DeadLetter            a message that a stage gave up
+    dead.retry            DeadRetry             it is to be handled again           by a person
+    dead.dropped          DeadDropped           it needs nothing more               by a person
 
 Last-value (their own stream, one message a key): FoldCheckpoint, TrainerLease.
 This room knows no broker, no stage, no torch.

@@ -57,6 +57,10 @@ RUN_CONTROL: Final = Topic("run.control", s.Control, lambda m: (m.id,), "id")
 FOLD_TICK: Final = Topic("fold.tick", s.Tick, lambda m: (m.ordinal,), "ordinal")
 RUN_RETAIN: Final = Topic("run.retain", s.Retain, lambda m: (m.ordinal,), "ordinal")
 DEAD_LETTER: Final = Topic("dead.letter", s.DeadLetter, lambda m: (m.stage, m.sequence), "stage.sequence")
+DEAD_RETRY: Final = Topic(
+    "dead.retry", s.DeadRetry, lambda m: (m.stage, m.sequence, m.attempt), "stage.sequence.attempt"
+)
+DEAD_DROPPED: Final = Topic("dead.dropped", s.DeadDropped, lambda m: (m.stage, m.sequence), "stage.sequence")
 
 TOPICS: Final[tuple[Topic[msgspec.Struct], ...]] = (
     RUN_STARTED,
@@ -80,6 +84,8 @@ TOPICS: Final[tuple[Topic[msgspec.Struct], ...]] = (
     FOLD_TICK,
     RUN_RETAIN,
     DEAD_LETTER,
+    DEAD_RETRY,
+    DEAD_DROPPED,
 )  # pyright: ignore[reportAssignmentType] - Topic is invariant in its message; readers of this list only decode
 
 

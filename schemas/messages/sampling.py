@@ -17,7 +17,12 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
     config_json: bytes
     """The run's config as JSON, secrets left out (they are named by environment variable)."""
     config_digest: str
+    """Of the settings that folds depend on: all starts of a run must agree in it."""
     headrace_version: str
+    steps: int | None = None
+    """Trained steps after which the run ends; a later start may move it."""
+    epochs: int | None = None
+    """Passes over the mixture after which it ends; a later start may move it."""
 
 
 class StreamRow(msgspec.Struct, frozen=True, array_like=True):
@@ -150,3 +155,29 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int
     data: bytes
     """The message's own bytes."""
+
+
+class DeadRetry(msgspec.Struct, frozen=True, kw_only=True):
+    """A dead letter is to be handled by its stage again, as a new attempt with a place of its own in the log.
+
+    No other reader of the message's topic sees it. If it fails again, a new dead letter names this one's sequence.
+    """
+
+    stage: str
+    sequence: int
+    """The dead letter's `sequence`."""
+    attempt: int
+    """1 for the first retry that a person asked for, then 2 …"""
+    subject: str
+    """The subject of the message that was given up."""
+    data: bytes
+    """What to handle: the message's own bytes, or mended ones."""
+
+
+class DeadDropped(msgspec.Struct, frozen=True, kw_only=True):
+    """A person decided that a dead letter needs nothing more."""
+
+    stage: str
+    sequence: int
+    """The dead letter's `sequence`."""
+    reason: str = ""
