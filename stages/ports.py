@@ -150,6 +150,10 @@ class InferenceEngine(Protocol):
     async def health(self) -> EngineHealth: ...
 
 
+class TemplateError(Exception):
+    """The chat template refuses the messages."""
+
+
 class Tokenizer(Protocol):
     """Text and messages to ids and back."""
 
@@ -160,7 +164,11 @@ class Tokenizer(Protocol):
     def render(
         self, messages: list[dict[str, object]], *, tools: list[dict[str, object]] | None, add_generation_prompt: bool
     ) -> TokenIds:
-        """Chat messages (OpenAI form, arguments as dicts) to ids, [P] int32."""
+        """Chat messages (OpenAI form, arguments as dicts) to ids, [P] int32.
+
+        Raises:
+            TemplateError: the template refuses the messages.
+        """
         ...
 
     def encode(self, text: str) -> TokenIds: ...

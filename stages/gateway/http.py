@@ -1,0 +1,295 @@
+"""The gateway as an ASGI app: routes, streams, refusals. Knows no protocol's fields and samples nothing itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeVar
+
+import anyio
+
+from stages.gateway.conversation import Event, Protocol_
+from stages.gateway.errors import (
+    BusyError,
+    GatewayError,
+    InternalError,
+    SessionEndedError,
+    UnavailableError,
+    UnknownRouteError,
+)
+from stages.gateway.gateway import Gateway
+from stages.gateway.online import OnlineRoutes
+from stages.gateway.protocols.chat import parse_chat
+from stages.gateway.protocols.completions import parse_completion
+from stages.gateway.protocols.messages import parse_messages
+from stages.gateway.protocols.messages_stream import MessagesExchange
+from stages.gateway.protocols.responses import parse_responses
+from stages.gateway.protocols.responses_stream import ResponsesExchange
+from stages.gateway.protocols.wire import Exchange, error_body, to_json
+from stages.gateway.reading import (
+    ClientGoneError,
+    Receive,
+    Request,
+    Scope,
+    Send,
+    read_body,
+    read_request,
+    session_token,
+)
+from stages.gateway.session import Session
+
+T = TypeVar("T")
+
+_PROTOCOLS: Final[dict[str, Protocol_]] = {
+    "/chat/completions": "chat_completions",
+    "/completions": "completions",
+    "/responses": "responses",
+    "/messages": "messages",
+}
+_COUNT: Final = "/messages/count_tokens"
+_PROBES: Final = frozenset({"/", "/health", "/healthz", "/api/hello"})
+_FORWARDED: Final = "x-headrace-forwarded"
+_HOP_HEADERS: Final = frozenset({"host", "connection", "content-length", "transfer-encoding", "accept-encoding"})
+_SSE_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class GatewayApp:
+    """ASGI: one per gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._settings = gateway.settings
+        self._online = OnlineRoutes(gateway)
+        self._started: Final = int(time.time())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        if scope["type"] != "http":
+            return
+        request = read_request(scope)
+        path = request.path.removeprefix("/v1").rstrip("/") or "/"
+        protocol = _PROTOCOLS.get(path, "messages" if path == _COUNT else None)
+        try:
+            await self._route(request, path, protocol, receive, send)
+        except ClientGoneError:
+            return
+        except GatewayError as error:
+            await self._refuse(request, error, protocol, send)
+        except Exception as error:  # noqa: BLE001 - the edge: whatever went wrong, the client is told in its own protocol
+            await self._refuse(request, _internal(error), protocol, send)
+
+    async def _route(
+        self, request: Request, path: str, protocol: Protocol_ | None, receive: Receive, send: Send
+    ) -> None:
+        if request.method in ("GET", "HEAD"):
+            await self._look(request, path, send)
+            return
+        if request.method != "POST":
+            raise UnknownRouteError(f"expected GET, HEAD or POST, found {request.method}", status=405)
+        if protocol is None:
+            if not path.startswith("/sessions"):
+                raise UnknownRouteError(f"nothing is served at {request.path}")
+            body = await read_body(request, receive, self._settings.limits)
+            await _send_json(send, 200, to_json(await self._online.post(request, path, body)))
+            return
+        body = await read_body(request, receive, self._settings.limits)
+        token = session_token(request, self._settings)
+        target = await self._gateway.sessions.resolve(token) if token is not None else None
+        if isinstance(target, str):
+            await self._forward(target, request, body, send)
+            return
+        exchange = self._exchange(protocol, target, body)
+        if path == _COUNT:
+            await _send_json(send, 200, to_json({"input_tokens": await self._gateway.count_tokens(exchange.call)}))
+        elif exchange.call.stream:
+            await self._stream(exchange, target, receive, send)
+        else:
+            answers = await _while_connected(receive, lambda: self._gateway.answer(target, exchange.call))
+            await _send_json(send, 200, exchange.reply(answers))
+
+    async def _look(self, request: Request, path: str, send: Send) -> None:
+        """What needs no session: probes and the list of models."""
+        if path in _PROBES:
+            await _send_json(send, 200, b'{"status":"ok"}' if request.method == "GET" else b"")
+        elif path == "/models":
+            models = [self._model(self._settings.model)]
+            listed = {"object": "list", "data": models, "has_more": False}
+            ends = {"first_id": self._settings.model, "last_id": self._settings.model}
+            await _send_json(send, 200, to_json({**listed, **ends}))
+        elif path.startswith("/models/"):
+            await _send_json(send, 200, to_json(self._model(path.removeprefix("/models/"))))
+        elif path.startswith("/sessions/"):
+            await _send_json(send, 200, to_json(self._online.get(request, path)))
+        else:
+            raise UnknownRouteError(f"nothing is served at {request.path}")
+
+    def _model(self, name: str) -> dict[str, object]:
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started))
+        return {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "created": self._started,
+            "created_at": created,
+            "display_name": name,
+            "owned_by": "headrace",
+            "max_model_len": self._settings.context_length,
+        }
+
+    def _exchange(self, protocol: Protocol_, session: Session | None, body: bytes) -> Exchange:
+        limits = self._settings.limits
+        match protocol:
+            case "chat_completions":
+                return parse_chat(body, limits)
+            case "completions":
+                return parse_completion(body)
+            case "messages":
+                return MessagesExchange(parse_messages(body, limits))
+            case "responses":
+                known = {} if session is None else dict(session.responses)
+                request = parse_responses(body, limits, known)
+                return ResponsesExchange(request, (lambda *_: None) if session is None else session.remember_response)
+
+    async def _stream(self, exchange: Exchange, session: Session | None, receive: Receive, send: Send) -> None:
+        stream = _Stream(exchange, send, self._settings.limits.keepalive_s)
+        try:
+            answers = await _while_connected(
+                receive,
+                lambda: self._gateway.answer(session, exchange.call, stream.emit),
+                idle=stream.keep_alive,
+                idle_s=self._settings.limits.keepalive_s,
+            )
+        except GatewayError as error:
+            if not stream.started:
+                raise
+            await stream.end(exchange.fail(error))
+            return
+        await stream.end(exchange.finish(answers))
+
+    async def _forward(self, address: str, request: Request, body: bytes, send: Send) -> None:
+        """Pass a request on to the gateway that has the session."""
+        peers = self._gateway.peers
+        if peers is None or _FORWARDED in request.headers:
+            raise UnavailableError("the session is between two gateways; try again", retry_after_s=1)
+        headers = {name: value for name, value in request.headers.items() if name not in _HOP_HEADERS}
+        target = f"{request.path}?{request.query}" if request.query else request.path
+        try:
+            answer = await peers.forward(address, target, {**headers, _FORWARDED: "1"}, body)
+            shown = [
+                (name.encode("latin-1"), value.encode("latin-1"))
+                for name, value in answer.headers
+                if name.lower() not in _HOP_HEADERS
+            ]
+            await send({"type": "http.response.start", "status": answer.status, "headers": shown})
+            async for part in answer.body:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except ConnectionError as error:
+            raise UnavailableError(f"the session's gateway can't be reached: {error}", retry_after_s=1) from error
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _refuse(self, request: Request, error: GatewayError, protocol: Protocol_ | None, send: Send) -> None:
+        if isinstance(error, SessionEndedError) and error.http_status == 410 and _retries_gone(request):
+            error = SessionEndedError(error.message, status=400)
+        headers: list[tuple[bytes, bytes]] = []
+        if isinstance(error, SessionEndedError):
+            headers.append((b"x-should-retry", b"false"))
+        if error.retry_after_s is not None or isinstance(error, BusyError):
+            headers.append((b"retry-after", str(error.retry_after_s or 1).encode()))
+        if error.http_status in (400, 408, 413):
+            # What is left of the body is not read: the connection ends with the answer.
+            headers.append((b"connection", b"close"))
+        await _send_json(send, error.http_status, error_body(error, protocol), headers)
+
+
+def _retries_gone(request: Request) -> bool:
+    """Codex tries a 410 again and again; a 400 stops it."""
+    return request.headers.get("user-agent", "").lower().startswith("codex") or "x-codex-window-id" in request.headers
+
+
+def _internal(error: Exception) -> InternalError:
+    return InternalError(f"a fault of the gateway: {type(error).__name__}")
+
+
+class _Stream:
+    """The body of one streaming answer. Its headers go out with the first event, so that a refusal keeps its status."""
+
+    def __init__(self, exchange: Exchange, send: Send, keepalive_s: float) -> None:
+        self._exchange = exchange
+        self._send = send
+        self._keepalive_s = keepalive_s
+        self._last_s = time.monotonic()
+        self.started = False
+
+    async def emit(self, choice: int, events: Sequence[Event]) -> None:
+        data = self._exchange.events(choice, events)
+        if data:
+            await self._write(data, more=True)
+
+    async def keep_alive(self) -> None:
+        """Send a ping if nothing was sent for a while."""
+        if time.monotonic() - self._last_s >= self._keepalive_s * 0.9:
+            await self._write(self._exchange.ping(), more=True)
+
+    async def end(self, data: bytes) -> None:
+        await self._write(data, more=False)
+
+    async def _write(self, data: bytes, *, more: bool) -> None:
+        self._last_s = time.monotonic()
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+            data = self._exchange.start() + data
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def _while_connected(
+    receive: Receive,
+    work: Callable[[], Awaitable[T]],
+    *,
+    idle: Callable[[], Awaitable[None]] | None = None,
+    idle_s: float = 3600.0,
+) -> T:
+    """Do `work`; give it up when the client goes away. `idle` is called every `idle_s`.
+
+    Raises:
+        ClientGoneError: the client went away.
+        GatewayError: as `work` does.
+    """
+    results: list[T] = []
+    failures: list[Exception] = []
+
+    async def attend() -> None:
+        while True:
+            with anyio.move_on_after(idle_s):
+                if (await receive())["type"] == "http.disconnect":
+                    break
+            if idle is not None:
+                await idle()
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(attend)
+        try:
+            results.append(await work())
+        except Exception as error:  # noqa: BLE001 - carried out of the task group as it is, raised below
+            failures.append(error)
+        tasks.cancel_scope.cancel()
+    if failures:
+        raise failures[0]
+    if not results:
+        raise ClientGoneError
+    return results[0]
+
+
+async def _send_json(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    shown = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": shown})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,265 @@
+"""Sampled text to reasoning, text and tool calls, piece by piece.
+
+One port, `OutputParser`; whatever the chunking, the concatenation of the events is the same. A call is held back until it is whole, since
+only then is it known to be one: what turns out malformed becomes text. Holds text, never ids.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
+
+import msgspec
+
+from stages.gateway.conversation import CallArguments, CallStarted, Event, Reasoning, Text, Tool
+from stages.gateway.matching import parse_object
+from stages.gateway.settings import ToolFormat
+
+_THINK: Final = "<think>"
+_THINK_END: Final = "</think>"
+_CALL: Final = "<tool_call>"
+_CALL_END: Final = "</tool_call>"
+
+ParsedCall = tuple[str, str]
+"""Name and arguments (JSON text of an object)."""
+CallReader = Callable[[str, Mapping[str, Tool]], ParsedCall | None]
+
+
+class OutputParser(Protocol):
+    """Turns the text of one answer into events."""
+
+    def feed(self, text: str) -> list[Event]:
+        """More text. What can't be judged yet is held back."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """No more text: whatever was held back."""
+        ...
+
+
+def output_parser(
+    form: ToolFormat, *, tools: Mapping[str, Tool], reasoning: bool, opened: bool, new_call_id: Callable[[], str]
+) -> OutputParser:
+    """The parser of one answer.
+
+    Args:
+        opened: the prompt itself ends inside <think>, as some templates' generation prompts do.
+        new_call_id: a fresh id for each tool call.
+    """
+    readers: dict[ToolFormat, CallReader] = {ToolFormat.HERMES: read_hermes, ToolFormat.QWEN3_CODER: read_coder}
+    return TaggedParser(
+        reader=readers.get(form) if tools else None,
+        tools=tools,
+        reasoning=reasoning,
+        opened=opened,
+        new_call_id=new_call_id,
+    )
+
+
+class TaggedParser:
+    """Answers with <think> and <tool_call> tags."""
+
+    def __init__(
+        self,
+        *,
+        reader: CallReader | None,
+        tools: Mapping[str, Tool],
+        reasoning: bool,
+        opened: bool,
+        new_call_id: Callable[[], str],
+    ) -> None:
+        self._reader = reader
+        self._tools = tools
+        self._new_call_id = new_call_id
+        self._openers = tuple(tag for tag, used in ((_THINK, reasoning), (_CALL, reader is not None)) if used)
+        self._held = ""
+        self._searched = 0
+        """Characters of `_held` in which the closing tag can't start."""
+        self._inside = _THINK if opened and reasoning else ""
+        self._blanks = ""
+        """Blanks before a call: dropped with a call, kept when it turns out to be text."""
+        self._skip_newlines = opened and reasoning
+        self._num_calls = 0
+
+    def feed(self, text: str) -> list[Event]:
+        """More text."""
+        self._held += text
+        events: list[Event] = []
+        while self._step(events):
+            pass
+        return events
+
+    def finish(self) -> list[Event]:
+        """The end of the answer."""
+        inside, held = self._inside, self._held
+        self._held = ""
+        if inside == _THINK:
+            return _pieces(Reasoning, held)
+        if inside == _CALL:
+            call = self._reader(held, self._tools) if self._reader else None
+            return self._call_events(call) if call else _pieces(Text, self._blanks + _CALL + held)
+        return _pieces(Text, self._unskipped(held))
+
+    def _step(self, events: list[Event]) -> bool:
+        """Consume one tag or everything that may go; whether there may be more to do."""
+        if self._inside == _THINK:
+            return self._in_reasoning(events)
+        if self._inside == _CALL:
+            return self._in_call(events)
+        return self._in_text(events)
+
+    def _in_text(self, events: list[Event]) -> bool:
+        self._held = self._unskipped(self._held)
+        found = min(((at, tag) for tag in self._openers if (at := self._held.find(tag)) >= 0), default=None)
+        if found is None:
+            keep = len(self._held) - _undecided(self._held, self._openers) if self._openers else len(self._held)
+            events += _pieces(Text, self._held[:keep])
+            self._held = self._held[keep:]
+            return False
+        at, tag = found
+        before = self._held[:at]
+        kept = before.rstrip() if tag == _CALL else before
+        self._blanks = before[len(kept) :]
+        events += _pieces(Text, kept)
+        self._enter(tag, self._held[at + len(tag) :])
+        return True
+
+    def _in_reasoning(self, events: list[Event]) -> bool:
+        if self._skip_newlines:
+            self._held = self._held.lstrip("\n")
+            self._skip_newlines = not self._held
+        at = self._held.find(_THINK_END)
+        if at < 0:
+            keep = len(self._held) - _undecided(self._held, (_THINK_END,), blanks="\n")
+            events += _pieces(Reasoning, self._held[:keep])
+            self._held = self._held[keep:]
+            return False
+        events += _pieces(Reasoning, self._held[:at].rstrip("\n"))
+        self._enter("", self._held[at + len(_THINK_END) :])
+        self._skip_newlines = True
+        return True
+
+    def _in_call(self, events: list[Event]) -> bool:
+        at = self._held.find(_CALL_END, self._searched)
+        if at < 0:
+            self._searched = max(0, len(self._held) - len(_CALL_END) + 1)
+            return False
+        body, rest = self._held[:at], self._held[at + len(_CALL_END) :]
+        call = self._reader(body, self._tools) if self._reader else None
+        if call is None and _ends_inside_string(body):
+            self._searched = at + len(_CALL_END)
+            return True
+        events += self._call_events(call) if call else _pieces(Text, self._blanks + _CALL + body + _CALL_END)
+        self._enter("", rest)
+        # Newlines that only separate calls belong to neither; text after a call keeps its own.
+        self._blanks = ""
+        return True
+
+    def _enter(self, mode: str, rest: str) -> None:
+        self._inside = mode
+        self._held = rest
+        self._searched = 0
+        self._skip_newlines = mode == _THINK
+
+    def _unskipped(self, text: str) -> str:
+        if not self._skip_newlines:
+            return text
+        text = text.lstrip("\n")
+        self._skip_newlines = not text
+        return text
+
+    def _call_events(self, call: ParsedCall) -> list[Event]:
+        index = self._num_calls
+        self._num_calls += 1
+        return [CallStarted(index, self._new_call_id(), call[0]), CallArguments(index, call[1])]
+
+
+def _pieces(kind: type[Reasoning] | type[Text], text: str) -> list[Event]:
+    return [kind(text)] if text else []
+
+
+def _undecided(text: str, tags: tuple[str, ...], blanks: str = " \t\r\n") -> int:
+    """Characters at the end of `text` that may be the beginning of a tag, with the blanks before them."""
+    start = len(text)
+    for tag in tags:
+        for length in range(min(len(tag) - 1, len(text)), 0, -1):
+            if text.endswith(tag[:length]):
+                start = min(start, len(text) - length)
+                break
+    while start and text[start - 1] in blanks:
+        start -= 1
+    return len(text) - start
+
+
+def _ends_inside_string(body: str) -> bool:
+    """Whether a JSON text breaks off inside a string: then the closing tag just seen is part of it."""
+    inside = escaped = False
+    for character in body:
+        if escaped:
+            escaped = False
+        elif inside and character == "\\":
+            escaped = True
+        elif character == '"':
+            inside = not inside
+    return inside
+
+
+class _HermesCall(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+_hermes: Final = msgspec.json.Decoder(_HermesCall)
+
+
+def read_hermes(body: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
+    """{"name": …, "arguments": {…}}; the arguments' text is kept as it was sampled."""
+    del tools  # the JSON is typed by itself
+    try:
+        call = _hermes.decode(body.strip())
+        arguments = bytes(call.arguments).decode()
+        if arguments.startswith('"'):
+            arguments = msgspec.json.decode(arguments, type=str)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return (call.name, arguments) if call.name and parse_object(arguments) is not None else None
+
+
+_FUNCTION: Final = re.compile(r"\A\s*<function=([^>\s]+)>(.*?)(?:</function>)?\s*\Z", re.DOTALL)
+_PARAMETER: Final = re.compile(r"<parameter=([^>\s]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+
+
+def read_coder(body: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
+    """<function=NAME><parameter=KEY>VALUE</parameter>…</function>; values typed by the tool's schema."""
+    found = _FUNCTION.match(body)
+    if found is None:
+        return None
+    name, inner = found[1], found[2]
+    tool = tools.get(name)
+    properties = (tool.parameters or {}).get("properties") if tool else None
+    arguments: dict[str, object] = {}
+    rest = _PARAMETER.sub("", inner)
+    if rest.strip():
+        return None
+    for key, raw in _PARAMETER.findall(inner):
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        arguments[key] = _typed(_one_newline_less(raw), schema.get("type") if isinstance(schema, dict) else None)
+    return name, msgspec.json.encode(arguments).decode()
+
+
+def _one_newline_less(value: str) -> str:
+    value = value[1:] if value.startswith("\n") else value
+    return value[:-1] if value.endswith("\n") else value
+
+
+def _typed(value: str, kind: object) -> object:
+    if kind in (None, "string"):
+        return value
+    text = value.strip()
+    if kind == "boolean" and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return value

@@ -1,0 +1,299 @@
+"""OpenAI responses: requests to calls. Its answers and streams are in `responses_stream`.
+
+The policy knows functions only. Codex's namespaces become a prefix of the function's name, its custom (free-form) tools a function with one
+text; `ToolNames` remembers which is which for the way back. Tools that OpenAI's own servers run are left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from stages.gateway.conversation import (
+    Call,
+    Message,
+    Requested,
+    Role,
+    Tool,
+    ToolCall,
+    gather_system,
+    new_answer_id,
+)
+from stages.gateway.errors import InvalidRequestError
+from stages.gateway.matching import parse_object
+from stages.gateway.protocols.chat import positive
+from stages.gateway.protocols.wire import check_size, checked_tool, decode_body, refuse_media, to_json
+from stages.gateway.settings import GatewayLimits
+
+_ROLES: Final[dict[str, Role]] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+_SEALED: Final = "hr1:"
+"""Before the reasoning inside encrypted_content: ours, and not secret from whoever sampled it."""
+_FREE_FORM: Final[dict[str, object]] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
+
+
+class ToolName(msgspec.Struct, frozen=True):
+    """What a function of the policy is to the client."""
+
+    kind: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+class _Part(msgspec.Struct):
+    type: str = "input_text"
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _Item(msgspec.Struct):
+    type: str = "message"
+    role: str | None = None
+    content: str | list[_Part] | None = None
+    summary: list[_Part] | None = None
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[_Part] | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: str = "function"
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    tools: list[_Tool] | None = None
+
+
+class _ToolChoice(msgspec.Struct):
+    type: str = "function"
+    name: str | None = None
+
+
+class _Format(msgspec.Struct):
+    type: str = "text"
+
+
+class _TextOptions(msgspec.Struct):
+    format: _Format | None = None
+
+
+class _Body(msgspec.Struct):
+    input: str | list[_Item]
+    model: str = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: str | _ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    text: _TextOptions | None = None
+    background: bool | None = None
+
+
+_decoder: Final = msgspec.json.Decoder(_Body)
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed request."""
+
+    call: Call
+    names: dict[str, ToolName]
+    """The policy's function names → what the client calls them."""
+    previous: str | None
+    store: bool
+    sealed: bool
+    """The client wants reasoning as encrypted_content."""
+    instructions: str | None
+
+
+def parse_responses(body: bytes, limits: GatewayLimits, previous: dict[str, tuple[Message, ...]]) -> ResponsesRequest:
+    """A request's body.
+
+    Args:
+        previous: the conversations that `previous_response_id` may name.
+
+    Raises:
+        InvalidRequestError: it can't be used.
+    """
+    request = decode_body(_decoder, body)
+    if request.background:
+        raise InvalidRequestError("background: not served; leave it out")
+    items = [_Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+    check_size(len(items), limits)
+    before = _before(request.previous_response_id, previous)
+    instructions = [Message(role="system", texts=(request.instructions,))] if request.instructions else []
+    tools, names = _tools(request.tools or [], limits)
+    choice = request.tool_choice
+    call = Call(
+        protocol="responses",
+        answer_id=new_answer_id("responses"),
+        model=request.model,
+        messages=gather_system([*instructions, *before, *_messages(items)]),
+        tools=tools,
+        requested=Requested(
+            max_tokens=positive(request.max_output_tokens),
+            temperature=request.temperature,
+            top_p=request.top_p,
+            tool_choice=choice if choice is None or isinstance(choice, str) else choice.name,
+            parallel_tool_calls=request.parallel_tool_calls,
+            response_format=request.text.format.type if request.text and request.text.format else None,
+        ),
+        stream=bool(request.stream),
+    )
+    return ResponsesRequest(
+        call=call,
+        names=names,
+        previous=request.previous_response_id,
+        store=request.store is not False,
+        sealed="reasoning.encrypted_content" in (request.include or ()),
+        instructions=request.instructions,
+    )
+
+
+def _before(response_id: str | None, previous: dict[str, tuple[Message, ...]]) -> tuple[Message, ...]:
+    if response_id is None:
+        return ()
+    if response_id not in previous:
+        raise InvalidRequestError(
+            f"previous_response_id: {response_id!r} is not known to this session; send the whole input instead"
+        )
+    # Instructions of a former response do not carry over.
+    return tuple(message for message in previous[response_id] if message.role != "system")
+
+
+def _tools(tools: Sequence[_Tool], limits: GatewayLimits) -> tuple[tuple[Tool, ...], dict[str, ToolName]]:
+    made: list[Tool] = []
+    names: dict[str, ToolName] = {}
+    for tool in tools:
+        inner = [(None, tool)] if tool.type != "namespace" else [(tool.name, one) for one in tool.tools or ()]
+        for namespace, one in inner:
+            if one.type not in ("function", "custom"):
+                continue
+            name = one.name if namespace is None else _qualified(namespace, one.name)
+            parameters = _FREE_FORM if one.type == "custom" else one.parameters
+            made.append(checked_tool(name, one.description, parameters, limits))
+            names[name] = ToolName("custom" if one.type == "custom" else "function", one.name, namespace)
+    return tuple(made), names
+
+
+def _qualified(namespace: str, name: str) -> str:
+    return f"{namespace}__{name}"
+
+
+def _messages(items: Sequence[_Item]) -> Iterator[Message]:
+    """Items to messages: what the model said between two inputs is one answer."""
+    answer: list[_Item] = []
+    for item in items:
+        if _is_answer(item):
+            answer.append(item)
+            continue
+        if answer:
+            yield _answer(answer)
+            answer = []
+        yield _input(item)
+    if answer:
+        yield _answer(answer)
+
+
+def _is_answer(item: _Item) -> bool:
+    said = item.type in ("reasoning", "function_call", "custom_tool_call")
+    return said or (item.type == "message" and item.role == "assistant")
+
+
+def _answer(items: Sequence[_Item]) -> Message:
+    return Message(
+        role="assistant",
+        texts=tuple(text for item in items if item.type == "message" for text in _texts(item.content)),
+        reasoning="".join(_reasoning(item) for item in items if item.type == "reasoning"),
+        calls=tuple(_call(item) for item in items if item.type in ("function_call", "custom_tool_call")),
+    )
+
+
+def _input(item: _Item) -> Message:
+    match item.type:
+        case "message":
+            role = _ROLES.get(item.role or "")
+            if role is None:
+                raise InvalidRequestError(f"input: expected a role of {', '.join(_ROLES)}, found {item.role!r}")
+            return Message(role=role, texts=_texts(item.content))
+        case "function_call_output" | "custom_tool_call_output":
+            return Message(role="tool", texts=_texts(item.output), call_id=item.call_id or "")
+        case other:
+            raise InvalidRequestError(f"input: items of type {other!r} can't be used")
+
+
+def _call(item: _Item) -> ToolCall:
+    name = item.name or ""
+    if item.type == "custom_tool_call":
+        arguments = to_json({"input": item.input or ""}).decode()
+    else:
+        arguments = item.arguments or "{}"
+    return ToolCall(
+        id=item.call_id or "", name=_qualified(item.namespace, name) if item.namespace else name, arguments=arguments
+    )
+
+
+def free_form_input(call: ToolCall) -> str:
+    """The text of a custom tool's call."""
+    value = (parse_object(call.arguments) or {}).get("input")
+    return value if isinstance(value, str) else call.arguments
+
+
+def _reasoning(item: _Item) -> str:
+    sealed = unseal(item.encrypted_content)
+    if sealed is not None:
+        return sealed
+    parts = item.content if isinstance(item.content, list) and item.content else item.summary or []
+    return "".join(part.text or "" for part in parts)
+
+
+def seal(reasoning: str) -> str:
+    """Reasoning as encrypted_content."""
+    return _SEALED + base64.b64encode(reasoning.encode("utf-8", "surrogatepass")).decode()
+
+
+def unseal(sealed: str | None) -> str | None:
+    """The reasoning inside our own encrypted_content, or None."""
+    if sealed is None or not sealed.startswith(_SEALED):
+        return None
+    try:
+        return base64.b64decode(sealed[len(_SEALED) :]).decode("utf-8", "surrogatepass")
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+
+
+def _texts(content: str | list[_Part] | None) -> tuple[str, ...]:
+    if content is None:
+        return ()
+    if isinstance(content, str):
+        return (content,)
+    return tuple(_part(one) for one in content)
+
+
+def _part(part: _Part) -> str:
+    text = part.text if part.text is not None else part.refusal
+    if text is None:
+        raise refuse_media(part.type)
+    return text

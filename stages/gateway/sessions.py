@@ -1,0 +1,219 @@
+"""Which sessions are here: opened, taken over from a dead gateway, ended, expired; and which live elsewhere.
+
+A token names its session. An unknown one is looked up on the log: ended, owned by a gateway that is alive, or free to be taken over.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import anyio
+
+from schemas.messages.rollout import SessionClosed, SessionOpened
+from stages.gateway.errors import BusyError, SessionEndedError, UnauthorizedError, UnavailableError
+from stages.gateway.ports import Clock, Peers, Recorder, RecorderError
+from stages.gateway.recording import rebuild_forest
+from stages.gateway.session import Session, SessionTicket, check_session_id, new_token, session_of, token_digest
+from stages.gateway.settings import GatewaySettings, Recording
+from stages.gateway.writing import Writer
+from stages.ports import Payloads
+
+
+class SessionBook:
+    """All sessions that this gateway knows."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        *,
+        recorder: Recorder,
+        payloads: Payloads,
+        writer: Writer,
+        peers: Peers | None,
+        stop_token_ids: tuple[int, ...],
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._recorder = recorder
+        self._payloads = payloads
+        self._writer = writer
+        self._peers = peers
+        self._stop_token_ids = stop_token_ids
+        self._clock = clock
+        self._by_id: dict[str, Session] = {}
+        self._by_token: dict[str, Session] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        """Digests of the tokens of ended sessions → session."""
+        self._closing = anyio.Lock()
+        self.base_url = settings.public_url
+        self.late_calls = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    async def open(self, session_id: str, *, min_version: int = 0) -> SessionTicket:
+        """Open a session; opening one that is open here gives the same ticket.
+
+        Raises:
+            InvalidRequestError: not a legal id.
+            BusyError: too many sessions are open.
+            SessionEndedError: it was closed already.
+            UnavailableError: the log did not answer in time.
+        """
+        check_session_id(session_id)
+        session = self._by_id.get(session_id)
+        if session is None:
+            if len(self._by_id) >= self._settings.limits.max_sessions:
+                raise BusyError(f"{len(self._by_id)} sessions are open, the most this gateway takes", retry_after_s=5)
+            session = Session(session_id, new_token(session_id), min_version=min_version, now_s=self._clock())
+            await self._announce(session)
+            self._keep(session)
+        return SessionTicket(session=session_id, token=session.token, base_url=self.base_url)
+
+    async def close(self, session_id: str) -> SessionClosed:
+        """End a session: its running calls are cancelled, nothing more is recorded. Closing again gives the same answer.
+
+        Raises:
+            UnavailableError: the log did not answer in time.
+        """
+        with self._log_deadline():
+            session = self._by_id.get(session_id)
+            if session is None:
+                return await self._close_foreign(session_id)
+            session.ended = True
+            for scope in tuple(session.running):
+                session.late_drops += 1
+                scope.cancel()
+            async with session.recording:
+                if session.closed is None:
+                    await self._writer.flush(session)
+                    session.closed = SessionClosed(
+                        session=session_id,
+                        num_interactions=session.num_recorded,
+                        context_overflow=session.context_overflow,
+                        system_error=session.system_error,
+                        late_drops=session.late_drops,
+                        lossy=self._settings.recording is Recording.FAST,
+                    )
+                    await self._recorder.record(session.closed)
+            self._forget(session)
+            return session.closed
+        raise AssertionError  # the deadline's context never swallows
+
+    async def resolve(self, token: str) -> Session | str:
+        """The session of a token, or the base URL of the gateway that has it.
+
+        Raises:
+            UnauthorizedError: the token is no session's.
+            SessionEndedError: its session is over.
+            UnavailableError: the log did not answer in time.
+        """
+        session = self._by_token.get(token)
+        if session is not None and not session.ended:
+            session.last_used_s = self._clock()
+            return session
+        ended = self._ended.get(token_digest(token))
+        if ended is not None or session is not None:
+            self.late_calls += 1
+            raise SessionEndedError(f"session {ended or session_of(token)} has ended")
+        session_id = session_of(token)
+        if session_id is None:
+            raise UnauthorizedError("expected a session token; open a session first and send its token as the API key")
+        with self._log_deadline():
+            async with self._closing:
+                known = self._by_token.get(token)
+                return known if known is not None else await self._find(session_id, token)
+        raise AssertionError  # the deadline's context never swallows
+
+    def named(self, session_id: str) -> Session | None:
+        """An open session by its id."""
+        return self._by_id.get(session_id)
+
+    async def expire(self) -> list[SessionClosed]:
+        """Close the sessions that nobody used for `idle_expiry_s`."""
+        oldest_s = self._clock() - self._settings.limits.idle_expiry_s
+        idle = [one for one in self._by_id.values() if not one.running and one.last_used_s < oldest_s]
+        for session in idle:
+            session.fail(f"the session was idle for {self._settings.limits.idle_expiry_s:g} s and expired")
+        return [await self.close(session.id) for session in idle]
+
+    async def _find(self, session_id: str, token: str) -> Session | str:
+        """Look a foreign session up on the log, and take it over when its gateway is gone."""
+        openings = await self._recorder.read_openings(session_id)
+        mine = [one for one in openings if one.token_digest == token_digest(token)]
+        if not mine:
+            raise UnauthorizedError("the session token is not known; it may be of another run")
+        if await self._recorder.read_closing(session_id) is not None:
+            self._remember_end(token_digest(token), session_id)
+            self.late_calls += 1
+            raise SessionEndedError(f"session {session_id} has ended")
+        owner = openings[-1].gateway
+        if owner != self._settings.name and self._peers is not None:
+            address = await self._peers.address(owner)
+            if address is not None:
+                return address
+        records = await self._recorder.read_session(session_id)
+        forest = await rebuild_forest(records, self._payloads, self._stop_token_ids)
+        session = Session(session_id, token, min_version=mine[-1].min_version, now_s=self._clock(), forest=forest)
+        await self._announce(session)
+        self._keep(session)
+        return session
+
+    async def _close_foreign(self, session_id: str) -> SessionClosed:
+        """End a session whose gateway is gone (or that nobody opened)."""
+        stands = await self._recorder.read_closing(session_id)
+        if stands is not None:
+            return stands
+        records = await self._recorder.read_session(session_id)
+        closed = SessionClosed(session=session_id, num_interactions=len(records))
+        await self._recorder.record(closed)
+        for opening in await self._recorder.read_openings(session_id):
+            self._remember_end(opening.token_digest, session_id)
+        return closed
+
+    async def _announce(self, session: Session) -> None:
+        opened = SessionOpened(
+            session=session.id,
+            gateway=self._settings.name,
+            token_digest=token_digest(session.token),
+            min_version=session.min_version,
+        )
+        with self._log_deadline():
+            await self._recorder.record(opened)
+
+    def _keep(self, session: Session) -> None:
+        self._by_id[session.id] = session
+        self._by_token[session.token] = session
+
+    def _forget(self, session: Session) -> None:
+        if self._by_id.pop(session.id, None) is not None:
+            self._by_token.pop(session.token, None)
+            self._remember_end(token_digest(session.token), session.id)
+
+    def _remember_end(self, digest: str, session_id: str) -> None:
+        self._ended[digest] = session_id
+        if len(self._ended) > self._settings.limits.max_ended_sessions:
+            self._ended.popitem(last=False)
+
+    def _log_deadline(self) -> "_LogDeadline":
+        return _LogDeadline(self._settings.limits.peer_deadline_s + self._settings.limits.record_deadline_s)
+
+
+class _LogDeadline:
+    """Turns a log that is away or slow into UnavailableError."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._scope = anyio.fail_after(seconds)
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        try:
+            swallowed = self._scope.__exit__(kind, error, trace)  # pyright: ignore[reportArgumentType] - a traceback
+        except TimeoutError as late:
+            raise UnavailableError(f"the log did not answer within {self._seconds:g} s") from late
+        if isinstance(error, RecorderError):
+            raise UnavailableError(f"the log can't be used: {error}") from error
+        return bool(swallowed)
