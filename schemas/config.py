@@ -1,6 +1,7 @@
 """A run's config: frozen structs decoded from TOML, unknown keys refused, everything checked before anything starts.
 
-Sizes say in their names what they count: groups, slots, rows, tokens, seconds, bytes.
+Sizes say in their names what they count: groups, slots, rows, tokens, seconds, bytes. Sections that configure one room's
+code (assembly, loss, Arena) stand beside that code; `ops.config` puts the whole file together.
 """
 
 from __future__ import annotations
@@ -8,9 +9,6 @@ from __future__ import annotations
 from enum import StrEnum
 
 import msgspec
-
-from schemas.config_arena import ArenaSettings, StreamConfig
-from schemas.config_assembly import AlgorithmSection, AssemblySection
 
 
 class RunSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,9 +35,10 @@ class BrokerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_payload_store_bytes: int = 16 * 1024**3
     replicas: int = 1
     user: str = ""
-    password_env: str = ""
-    """Environment variable that holds the password."""
-    token_env: str = ""
+    password_file: str = ""
+    """File that holds the user's password."""
+    token_file: str = ""
+    """File that holds the token."""
     creds_file: str = ""
     nkey_seed_file: str = ""
     tls_ca_file: str = ""
@@ -138,9 +137,13 @@ class PolicySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     hidden_size: int = 128
     num_layers: int = 3
     num_heads: int = 4
-    warmup_steps: int = 150
-    """Supervised steps of the built-in policy before the run."""
-    warmup_seed: int = 0
+    seed: int = 0
+    """Added to the run's seed."""
+    warmup_target: float = 0.12
+    """The supervised warm-up of the built-in policy stops when held-out answers have this probability."""
+    warmup_max_updates: int = 600
+    warmup_conversations: int = 512
+    """Per stream, drawn with a seed of their own."""
 
 
 class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,23 +169,8 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lease_s: float = 30.0
     """A trainer that has not renewed its lease for this long may be replaced."""
     collective_timeout_s: float = 30.0
+    weights_through_store: bool = True
+    """Put each version's file into the payload store, for engines that don't share the run's folder."""
+    keep_weight_versions: int = 4
     standin_step_s: float = 0.0
     """Stand-in only: simulated duration of a step."""
-
-
-class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole config file."""
-
-    run: RunSection = RunSection()
-    streams: list[StreamConfig] = []
-    broker: BrokerSection = BrokerSection()
-    arena: ArenaSettings = ArenaSettings()
-    sampling: SamplingSection = SamplingSection()
-    rollout: RolloutSection = RolloutSection()
-    engine: EngineSection = EngineSection()
-    gateway: GatewaySection = GatewaySection()
-    reward: RewardSection = RewardSection()
-    assembly: AssemblySection = AssemblySection()
-    algorithm: AlgorithmSection = AlgorithmSection()
-    policy: PolicySection = PolicySection()
-    training: TrainingSection = TrainingSection()

@@ -134,7 +134,7 @@ class SupervisedProcess:
     async def _run_once(self) -> int:
         spec = self.spec
         Path(spec.log_file).parent.mkdir(parents=True, exist_ok=True)
-        with Path(spec.log_file).open("ab") as sink:
+        with Path(spec.log_file).open("ab") as sink:  # noqa: ASYNC230 - one open per start of a process
             process = await anyio.open_process(
                 list(spec.argv),
                 stdin=subprocess.DEVNULL,

@@ -32,6 +32,15 @@ class Supervisor:
         process = SupervisedProcess(spec, on_ready=on_ready)
         self.processes[spec.name] = process
         self._tasks.start_soon(self._watch, process)
+        await self.wait_for(process.ready)
+        return process
+
+    async def wait_for(self, event: anyio.Event) -> None:
+        """Wait for an event of a process, unless an essential one is given up first.
+
+        Raises:
+            ProcessGivenUpError: that one's end.
+        """
         async with anyio.create_task_group() as tasks:
 
             async def give_up() -> None:
@@ -39,11 +48,10 @@ class Supervisor:
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(give_up)
-            await process.ready.wait()
+            await event.wait()
             tasks.cancel_scope.cancel()
-        if self.failure is not None:
+        if self.failure is not None and not event.is_set():
             raise self.failure
-        return process
 
     async def stop(self) -> None:
         """Stop all, the last started first, in parallel within their deadlines."""

@@ -1,6 +1,7 @@
 """Sampling with its credit: a fold from what happened to the groups that are issued.
 
-    stream.listed ─┐
+    run.started ───┐
+    stream.listed ─┤
     group.closed ──┤
     step.assembled ┼──▶ credit ──▶ mixture ──▶ group.issued
     step.trained ──┤
@@ -22,7 +23,16 @@ from pipeline.errors import ContractError
 from pipeline.fold import Output
 from pipeline.stage import AnyTopic
 from schemas.ids import group_id
-from schemas.messages.sampling import Control, ControlAction, GroupClosed, GroupIssued, StreamListed, StreamRow, Tick
+from schemas.messages.sampling import (
+    Control,
+    ControlAction,
+    GroupClosed,
+    GroupIssued,
+    RunStarted,
+    StreamListed,
+    StreamRow,
+    Tick,
+)
 from schemas.messages.training import StepAssembled, StepTrained
 from schemas.payload import PayloadRef
 from schemas.topics import (
@@ -30,6 +40,7 @@ from schemas.topics import (
     GROUP_CLOSED,
     GROUP_ISSUED,
     RUN_CONTROL,
+    RUN_STARTED,
     STEP_ASSEMBLED,
     STEP_TRAINED,
     STREAM_LISTED,
@@ -51,8 +62,6 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     epoch_size_groups: int = 0
     seed: int | None = None
     """Shuffle seed; None keeps the source order."""
-    steps: int | None = None
-    epochs: int | None = None
     group_deadline_s: float | None = None
     tick_period_s: float = 2.0
 
@@ -61,6 +70,9 @@ class SamplingState(msgspec.Struct, kw_only=True):
     """Everything that sampling knows; checkpointed."""
 
     listed: dict[str, StreamListed] = {}
+    max_steps: int | None = None
+    """The run's end, as its latest start set it."""
+    max_epochs: int | None = None
     position: MixturePosition | None = None
     num_issued: int = 0
     running: dict[str, None] = {}
@@ -85,6 +97,7 @@ class SamplingFold:
 
     name: Final = "sampling"
     consumes: Final[tuple[AnyTopic, ...]] = (
+        RUN_STARTED,
         STREAM_LISTED,
         GROUP_CLOSED,
         STEP_ASSEMBLED,
@@ -116,6 +129,9 @@ class SamplingFold:
     def step(self, state: SamplingState, message: msgspec.Struct) -> list[Output]:
         """Take one message in; the groups that may be issued after it."""
         match message:
+            case RunStarted():
+                state.max_steps, state.max_epochs = message.steps, message.epochs
+                state.draining = False
             case StreamListed():
                 if message.stream in self._settings.streams and message.stream not in state.listed:
                     state.listed[message.stream] = message
@@ -192,12 +208,12 @@ class SamplingFold:
         if state.draining:
             return Credit(groups=0, bound_by="draining")
         limits: list[int] = []
-        if settings.steps is not None:
+        if state.max_steps is not None:
             # A step that is assembled and not trained has its groups among the waiting ones.
-            steps_left = settings.steps - state.num_trained
+            steps_left = state.max_steps - state.num_trained
             limits.append(steps_left * settings.groups_per_step - len(state.running) - len(state.waiting))
-        if settings.epochs is not None and self._mixture is not None:
-            limits.append(settings.epochs * self._mixture.epoch_size - state.num_issued)
+        if state.max_epochs is not None and self._mixture is not None:
+            limits.append(state.max_epochs * self._mixture.epoch_size - state.num_issued)
         return available(
             running=len(state.running),
             waiting=len(state.waiting),

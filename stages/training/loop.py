@@ -48,6 +48,15 @@ class Lease(Protocol):
         ...
 
 
+class FollowerLease:
+    """The lease of a rank that publishes nothing: rank 0 holds the real one, and its end ends all ranks."""
+
+    generation: Final = 0
+
+    async def check(self) -> None:
+        return
+
+
 class LoopSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How the loop runs."""
 
@@ -79,12 +88,16 @@ class TrainerLoop:
         self._settings: Final = settings
         self._on_trained = on_trained
         self._draining = False
+        self._busy = False
+        self._reading: Final = anyio.CancelScope()
         self.step = 0
         """The last step whose effect is in the backend's weights."""
 
     def drain(self) -> None:
-        """End after the step that is being computed."""
+        """End after the step that is being computed, or at once while it waits for one."""
         self._draining = True
+        if not self._busy:
+            self._reading.cancel()
 
     async def run(self) -> None:
         """Train until the last step, or until drained; a checkpoint of the last step is written before the end.
@@ -94,11 +107,19 @@ class TrainerLoop:
             LeaseLostError: another trainer took over.
         """
         backend = self._backend
+        self._busy = True
         self.step = await anyio.to_thread.run_sync(backend.resume)
         log.info("trainer starts", after_step=self.step, generation=self._lease.generation, rank=backend.rank)
         self._metrics.gauges["step"] = self.step
         if self._is_done():
             return
+        with self._reading:
+            await self._train_as_they_come()
+        self._busy = True
+        if self.step and self.step not in backend.checkpoint_steps():
+            await self._checkpoint()
+
+    async def _train_as_they_come(self) -> None:
         self._wait()
         async with self._log.read([STEP_ASSEMBLED]) as entries:
             async for entry in entries:
@@ -109,18 +130,18 @@ class TrainerLoop:
                     raise ContractError(
                         f"expected step {self.step + 1} on the log after its checkpoint, found {message.step}"
                     )
+                self._busy = True
                 await self._train(message)
                 if self._is_done():
-                    break
+                    return
                 self._wait()
-        if self.step and self.step not in backend.checkpoint_steps():
-            await self._checkpoint()
 
     def _is_done(self) -> bool:
         last = self._settings.steps
         return self._draining or (last is not None and self.step >= last)
 
     def _wait(self) -> None:
+        self._busy = False
         self._metrics.wait_for(f"step.assembled.{self.step + 1}")
 
     async def _train(self, assembled: StepAssembled) -> None:

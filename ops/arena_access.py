@@ -1,0 +1,29 @@
+"""How this run's workers reach its Arena."""
+
+from __future__ import annotations
+
+import os
+
+from ops.config import RunConfig
+from ops.run_folder import Endpoints
+from stages.clients.arena.client import ArenaAccess
+from stages.clients.arena.secret import secret_from
+
+LOCAL: str = "local"
+
+
+def arena_access(config: RunConfig, endpoints: Endpoints) -> ArenaAccess:
+    """Address and credentials (from the environment) of the run's Arena.
+
+    Raises:
+        ConfigError: a credential's environment variable is not set.
+    """
+    arena = config.arena
+    return ArenaAccess(
+        base_url=(endpoints.arena_url if arena.url == LOCAL else arena.url).rstrip("/"),
+        token=secret_from(os.environ, arena.token_env),
+        llm_api_key=secret_from(os.environ, arena.llm_api_key_env),
+        request_timeout_s=arena.request_timeout_s,
+        registration_timeout_s=arena.registration_timeout_s,
+        request_retries=arena.request_retries,
+    )

@@ -1,0 +1,41 @@
+"""One clear line for what a person can mend; anything else keeps its traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Final
+
+from broker.errors import BrokerError
+from ops.arena.config import ArenaConfigError
+from ops.run_folder import RunFolderError
+from pipeline.errors import PipelineError
+from schemas.errors import SchemaError
+from stages.clients.arena.errors import ArenaError
+
+KNOWN: Final = (SchemaError, BrokerError, PipelineError, RunFolderError, ArenaConfigError, ArenaError)
+
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+
+def unfolded(error: BaseException) -> BaseException:
+    """The one error inside nested groups of one."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+@contextmanager
+def plain_errors(*more: type[Exception]) -> Generator[None]:
+    """Turn the errors that a person can mend into one line on stderr and exit code 1."""
+    try:
+        yield
+    except (Exception, BaseExceptionGroup) as raised:
+        error = unfolded(raised)
+        if isinstance(error, (*KNOWN, *more)):
+            sys.stderr.write(f"headrace: {error}\n")
+            raise SystemExit(EXIT_FAILED) from None
+        raise

@@ -1,0 +1,83 @@
+"""`headrace status`."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import anyio
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ops.cli.failing import plain_errors
+from ops.connection import open_run
+from ops.status import RunStatus, run_status
+from ops.wiring import STAGES
+
+
+def status(run: str | None = None, /, *, url: str | None = None, json: bool = False) -> int:
+    """What each stage of a run does, or waits for and since when.
+
+    Examples:
+        headrace status
+        headrace status runs/quickstart --json
+
+    Parameters
+    ----------
+    run
+        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+    url
+        Broker of a run whose folder is elsewhere.
+    json
+        One JSON object.
+    """
+
+    async def look() -> RunStatus:
+        async with open_run(run, url=url, name="status") as broker:
+            return await run_status(broker, STAGES)
+
+    with plain_errors():
+        found = anyio.run(look)
+    if json:
+        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    else:
+        _print(found, Console())
+    return 0
+
+
+def _print(found: RunStatus, console: Console) -> None:
+    log = found.log
+    console.print(
+        f"[bold]run {found.run}[/]   log {log.num_messages:,} messages, {log.size_bytes / 1e6:,.1f} MB"
+        f"   payloads {log.payload_bytes / 1e6:,.1f} MB   {log.connected_url}"
+    )
+    table = Table(box=None, pad_edge=False, expand=True)
+    table.add_column("stage", no_wrap=True)
+    for name in ("workers", "in", "out", "pending", "in hand", "dead"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("waits for", ratio=1)
+    now = time.time()
+    for stage in found.stages:
+        received = sum(report.received for report in stage.workers)
+        published = sum(report.published for report in stage.workers)
+        dead = sum(report.dead for report in stage.workers)
+        waits = Text("no worker says anything", style="bold red")
+        if stage.workers:
+            waits = Text("\n").join(
+                Text(
+                    f"{report.waiting_for}, for {now - report.waiting_since_unix_s:.0f} s"
+                    if report.waiting_for
+                    else "working",
+                    style="" if report.waiting_for else "green",
+                )
+                for report in stage.workers
+            )
+        table.add_row(
+            stage.stage,
+            str(len(stage.workers)),
+            *(f"{number:,}" for number in (received, published, stage.pending, stage.in_hand, dead)),
+            waits,
+        )
+    console.print(table)

@@ -1,0 +1,293 @@
+"""A whole config file: TOML → frozen structs, with `--set a.b=c` on top, all of it checked before anything starts.
+
+An unknown key, a wrong type or a value that can't work is one ConfigError: the key's path, what was found, what is
+allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import msgspec.inspect
+
+from schemas.config import (
+    BrokerSection,
+    EngineSection,
+    GatewaySection,
+    PolicySection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    SamplingSection,
+    TrainingSection,
+)
+from schemas.config_arena import ArenaSettings, StreamConfig, resolve_streams
+from schemas.errors import ConfigError, InvalidIdError
+from schemas.ids import check_run_id
+from schemas.payload import digest
+from stages.assembly.settings import AssemblySettings, check_settings
+from stages.sampling.fold import SamplingSettings
+
+# Fields of AssemblySettings that other sections decide.
+_DERIVED: Final = frozenset({"run", "groups_per_step", "slots_per_group", "max_staleness", "temperature"})
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole config file."""
+
+    run: RunSection = RunSection()
+    streams: list[StreamConfig] = []
+    broker: BrokerSection = BrokerSection()
+    arena: ArenaSettings = ArenaSettings()
+    local_arena: dict[str, Any] = {}  # Any: TOML of ops.arena, decoded strictly there
+    """[local_arena]: the local Arena's streams and harnesses, when `arena.url` is `local` and no `arena.local_config` names a file."""
+    sampling: SamplingSection = SamplingSection()
+    rollout: RolloutSection = RolloutSection()
+    engine: EngineSection = EngineSection()
+    gateway: GatewaySection = GatewaySection()
+    reward: RewardSection = RewardSection()
+    assembly: dict[str, Any] = {}  # Any: decoded strictly into AssemblySettings by `assembly_settings`
+    """[assembly]: groups, filters, estimator, aggregation: the fields of AssemblySettings."""
+    loss: dict[str, Any] = {}  # Any: decoded strictly into LossConfig where torch is
+    """[loss]: the policy loss: the fields of LossConfig."""
+    policy: PolicySection = PolicySection()
+    training: TrainingSection = TrainingSection()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, override, check.
+
+    Raises:
+        ConfigError: the first thing that can't be used.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a readable config file, found: {error.strerror}") from error
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for override in overrides:
+        apply_override(tree, override)
+    return decode_config(tree)
+
+
+def decode_config(tree: Mapping[str, Any]) -> RunConfig:  # Any: a parsed TOML tree
+    """The config of a parsed tree.
+
+    Raises:
+        ConfigError: see the module.
+    """
+    check_keys(tree, RunConfig, "")
+    config = _convert(tree, RunConfig, "")
+    check_config(config)
+    return config
+
+
+def check_config(config: RunConfig) -> None:
+    """What no single field can say.
+
+    Raises:
+        ConfigError: settings that contradict each other or can't work.
+    """
+    try:
+        check_run_id(config.run.id)
+    except InvalidIdError as error:
+        raise ConfigError(f"run.id: {error}") from error
+    _at_least("run.steps", config.run.steps, 1)
+    _at_least("run.epochs", config.run.epochs, 1)
+    _at_least("sampling.groups_per_step", config.sampling.groups_per_step, 1)
+    _at_least("sampling.slots_per_group", config.sampling.slots_per_group, 1)
+    _at_least("sampling.max_staleness", config.sampling.max_staleness, 0)
+    _at_least("sampling.max_concurrent_groups", config.sampling.max_concurrent_groups, config.sampling.groups_per_step)
+    _at_least("rollout.max_new_tokens", config.rollout.max_new_tokens, 1)
+    _at_least("rollout.max_context_tokens", config.rollout.max_context_tokens, config.rollout.max_new_tokens + 1)
+    _at_least("rollout.attempts", config.rollout.attempts, 1)
+    _at_least("training.ranks", config.training.ranks, 1)
+    _at_least("training.checkpoint_every_steps", config.training.checkpoint_every_steps, 1)
+    _at_least("training.keep_checkpoints", config.training.keep_checkpoints, 1)
+    _one_of("sampling.order", config.sampling.order, ("smallest_next", "quota"))
+    _one_of("engine.swap", config.engine.swap, ("in_place", "recompute", "abort", "drain"))
+    _one_of("gateway.recording", config.gateway.recording, ("strict", "fast"))
+    _one_of("reward.export", config.reward.export, ("concat", "individual"))
+    _one_of("reward.shared_tokens", config.reward.shared_tokens, ("first", "all"))
+    _one_of("training.backend", config.training.backend, ("torch", "fsdp2", "megatron", "standin"))
+    if config.rollout.temperature <= 0:
+        raise ConfigError(
+            f"rollout.temperature: expected > 0 (trained calls are sampled), found {config.rollout.temperature}"
+        )
+    run_streams(config)
+    assembly_settings(config)
+
+
+def run_streams(config: RunConfig) -> dict[str, StreamConfig]:
+    """The run's streams by name, from wherever the config says they are.
+
+    Raises:
+        ConfigError: none, several places, or one that can't be used.
+    """
+    return {stream.name: stream for stream in resolve_streams(config.streams, config.arena, os.environ)}
+
+
+def fold_digest(config: RunConfig) -> str:
+    """Digest of everything that folds depend on: it must not change within a run."""
+    settings = [sampling_settings(config), assembly_settings(config)]
+    return digest(msgspec.json.encode(settings, order="deterministic"))
+
+
+def assembly_settings(config: RunConfig) -> AssemblySettings:
+    """[assembly] with what other sections decide.
+
+    Raises:
+        ConfigError: an unknown key, or settings that can't work.
+    """
+    section = config.assembly
+    for key in section:
+        if key in _DERIVED:
+            raise ConfigError(f"assembly.{key}: is decided by [run], [sampling] or [rollout]; set it there")
+    check_keys(section, AssemblySettings, "assembly", leave_out=_DERIVED)
+    tree = {
+        "groups_per_step": config.sampling.groups_per_step,
+        "slots_per_group": config.sampling.slots_per_group,
+        "max_staleness": config.sampling.max_staleness,
+        "temperature": config.rollout.temperature,
+        "run": config.run.id,
+    }
+    return check_settings(_convert({**section, **tree}, AssemblySettings, "assembly"))
+
+
+def sampling_settings(config: RunConfig) -> SamplingSettings:
+    """What the sampling fold depends on."""
+    sampling = config.sampling
+    return SamplingSettings(
+        streams=tuple(run_streams(config)),
+        groups_per_step=sampling.groups_per_step,
+        slots_per_group=sampling.slots_per_group,
+        max_staleness=sampling.max_staleness,
+        max_concurrent_groups=sampling.max_concurrent_groups,
+        order="quota" if sampling.order == "quota" else "smallest_next",
+        epoch_size_groups=sampling.epoch_size_groups,
+        seed=config.run.seed if sampling.shuffle else None,
+        group_deadline_s=sampling.group_deadline_s,
+        tick_period_s=sampling.tick_period_s,
+    )
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:  # Any: a TOML tree
+    """Put one `a.b=c` into a tree. The value is read as TOML, and as a plain string where that fails.
+
+    Raises:
+        ConfigError: no `=`, or a path through something that is no table.
+    """
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override}: expected a.b=value")
+    try:
+        value: object = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    node: Any = tree
+    for depth, key in enumerate(keys[:-1]):
+        node = _descend(node, key, ".".join(keys[: depth + 1]), override)
+    if isinstance(node, list):
+        items: list[Any] = node
+        items[_index(keys[-1], items, path, override)] = value
+    elif isinstance(node, dict):
+        node[keys[-1]] = value
+    else:
+        raise ConfigError(f"--set {override}: {'.'.join(keys[:-1])} is no table")
+
+
+def _descend(node: Any, key: str, path: str, override: str) -> Any:
+    if isinstance(node, list):
+        items: list[Any] = node
+        return items[_index(key, items, path, override)]
+    if isinstance(node, dict):
+        table: dict[str, Any] = node
+        return table.setdefault(key, {})
+    raise ConfigError(f"--set {override}: {path} is no table")
+
+
+def _index(key: str, items: list[Any], path: str, override: str) -> int:
+    """Position in a list of tables: a number, or the `name` of one."""
+    for position, item in enumerate(items):
+        if isinstance(item, dict) and item.get("name") == key:
+            return position
+    if key.isdecimal() and int(key) < len(items):
+        return int(key)
+    raise ConfigError(f"--set {override}: {path} names none of the {len(items)} tables")
+
+
+def check_keys(
+    tree: Any, kind: type[msgspec.Struct], path: str, *, leave_out: frozenset[str] = frozenset()
+) -> None:  # Any: a TOML tree
+    """Refuse unknown keys by path, with what is allowed and what was probably meant.
+
+    Raises:
+        ConfigError: the first unknown key.
+    """
+    if not isinstance(tree, dict):
+        return
+    table: dict[str, Any] = tree
+    info = msgspec.inspect.type_info(kind)
+    if not isinstance(info, msgspec.inspect.StructType):
+        return
+    fields = {field.encode_name: field for field in info.fields if field.encode_name not in leave_out}
+    tag = info.tag_field
+    for key, value in table.items():
+        where = f"{path}.{key}" if path else key
+        if key == tag:
+            continue
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{where}: unknown key{hint} Allowed here: {', '.join(sorted(fields))}")
+        _check_value(value, fields[key].type, where)
+
+
+def _check_value(value: Any, kind: msgspec.inspect.Type, where: str) -> None:
+    match kind:
+        case msgspec.inspect.StructType(cls=cls):
+            check_keys(value, cls, where)
+        case msgspec.inspect.ListType(item_type=item) | msgspec.inspect.VarTupleType(item_type=item):
+            if isinstance(value, list):
+                for index, member in enumerate(value):
+                    _check_value(member, item, f"{where}[{index}]")
+        case msgspec.inspect.UnionType(types=members):
+            structs = [member for member in members if isinstance(member, msgspec.inspect.StructType)]
+            if len(structs) == 1:
+                check_keys(value, structs[0].cls, where)
+        case _:
+            return
+
+
+def _convert(tree: Mapping[str, Any], kind: type[Any], path: str) -> Any:
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = re.search(r" - at `\$\.?(.*)`$", text)
+        where = ".".join(part for part in (path, found[1] if found else "") if part)
+        reason = text[: found.start()] if found else text
+        raise ConfigError(f"{where or 'config'}: {reason}") from error
+
+
+def _at_least(path: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{path}: expected at least {least}, found {value}")
+
+
+def _one_of(path: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        close = difflib.get_close_matches(value, allowed, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"{path}: expected one of {', '.join(allowed)}, found {value!r}{hint}")

@@ -1,0 +1,105 @@
+"""The run's model folder of version 0: the configured one, or the built-in tiny policy, made and warmed up once.
+
+The warm-up's conversations are tasks of the same kinds as the run's own, drawn with another seed. Knows the local Arena's
+tasks; imports torch only when something must be made.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ops.arena.config import StreamSpec
+from ops.arena.tasks import TaskSource
+from ops.config import RunConfig
+from ops.local_arena import local_arena_config
+from ops.run_folder import RunFolder
+from schemas.errors import ConfigError
+
+_SEED_OFFSET: Final = 1_000_003
+_LINK: Final = "policy.json"
+Conversation = list[dict[str, object]]
+
+
+class _Made(msgspec.Struct, frozen=True, kw_only=True):
+    folder: str
+
+
+def policy_folder(config: RunConfig, folder: RunFolder) -> str:
+    """The model folder of version 0, which `prepare_policy` made or checked.
+
+    Raises:
+        ConfigError: it was not prepared.
+    """
+    if config.policy.folder:
+        return config.policy.folder
+    try:
+        return msgspec.json.decode((folder.path / _LINK).read_bytes(), type=_Made).folder
+    except OSError as error:
+        raise ConfigError(f"policy: {folder.path} has no prepared policy; start the run with `headrace run`") from error
+
+
+def prepare_policy(config: RunConfig, folder: RunFolder) -> str:
+    """Make the built-in policy, or check the configured folder; its path.
+
+    Raises:
+        ConfigError: the folder is no model folder.
+    """
+    if config.policy.folder:
+        missing = [
+            name for name in ("config.json", "tokenizer.json", "model.safetensors")
+            if not (Path(config.policy.folder) / name).is_file()
+        ]
+        if missing:
+            raise ConfigError(f"policy.folder: {config.policy.folder} lacks {', '.join(missing)}: expected a HF model folder")
+        return config.policy.folder
+    from stages.policy.tiny import PolicySpec  # noqa: PLC0415 - torch and transformers, only where something is made
+    from stages.policy.warmup import WarmUpSettings, warm_policy_folder  # noqa: PLC0415
+
+    policy = config.policy
+    spec = PolicySpec(
+        hidden_size=policy.hidden_size,
+        intermediate_size=2 * policy.hidden_size,
+        num_layers=policy.num_layers,
+        num_heads=policy.num_heads,
+        num_kv_heads=max(1, policy.num_heads // 2),
+        max_context=config.rollout.max_context_tokens,
+        seed=policy.seed + config.run.seed,
+    )
+    streams = local_arena_config(config).streams
+    made = warm_policy_folder(
+        cache_folder(),
+        spec,
+        WarmUpSettings(target=policy.warmup_target, max_updates=policy.warmup_max_updates, seed=policy.seed + config.run.seed),
+        _conversations(streams, policy.warmup_conversations, _SEED_OFFSET),
+        _conversations(streams, 64, 2 * _SEED_OFFSET),
+    )
+    (folder.path / _LINK).write_bytes(msgspec.json.encode(_Made(folder=str(made))))
+    return str(made)
+
+
+def cache_folder() -> Path:
+    """Where prepared policies are kept for later runs: $HEADRACE_CACHE, else ~/.cache/headrace."""
+    base = os.environ.get("HEADRACE_CACHE") or str(Path.home() / ".cache" / "headrace")
+    path = Path(base) / "policies"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _conversations(streams: tuple[StreamSpec, ...], per_stream: int, seed_offset: int) -> list[Conversation]:
+    """Tasks with their right answers as chats, `per_stream` of each stream."""
+    conversations: list[Conversation] = []
+    for stream in streams:
+        source = TaskSource(msgspec.structs.replace(stream, size=per_stream, seed=stream.seed + seed_offset))
+        for data_id in source.data_ids:
+            texts = source.texts(data_id)
+            answer = texts.answer.lower() if stream.lowercase else texts.answer
+            messages: Conversation = []
+            for turn in texts.turns:
+                messages.append({"role": "user", "content": turn.replace("{reply}", answer)})
+                messages.append({"role": "assistant", "content": answer})
+            conversations.append(messages)
+    return conversations

@@ -1,0 +1,120 @@
+"""The folder of a run: what lies where, and where its servers are reached."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ops.config import RunConfig
+
+
+class RunFolderError(Exception):
+    """The folder can't be used; the text says why and what to do."""
+
+
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the run's servers are. Written by the supervisor; kept, so that a restart finds the same ports."""
+
+    run: str
+    broker_url: str = ""
+    broker_token_file: str = ""
+    arena_url: str = ""
+    gateway_port: int = 0
+    supervisor_pid: int = 0
+
+
+class RunFolder:
+    """Paths below a run's folder."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path: Final = Path(path).absolute()
+        self.config_file: Final = self.path / "config.json"
+        self.endpoints_file: Final = self.path / "endpoints.json"
+        self.logs: Final = self.path / "logs"
+        self.nats: Final = self.path / "nats"
+        self.weights: Final = self.path / "weights"
+        self.checkpoints: Final = self.path / "checkpoints"
+        self.policy: Final = self.path / "policy"
+        self.cache: Final = self.path / "cache"
+
+    def create(self) -> None:
+        """Make the folder.
+
+        Raises:
+            RunFolderError: it can't be written.
+        """
+        try:
+            for folder in (self.path, self.logs, self.weights, self.checkpoints, self.cache):
+                folder.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".writable"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise RunFolderError(f"run.dir {self.path}: expected a writable folder, found: {error.strerror}") from error
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder against a second `headrace run`.
+
+        Raises:
+            RunFolderError: another process holds it.
+        """
+        with (self.path / "run.lock").open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                file.seek(0)
+                raise RunFolderError(
+                    f"run.dir {self.path}: another run holds it (pid {file.read().strip() or 'unknown'}); "
+                    "stop that one, or set run.dir to another folder"
+                ) from error
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    def write_config(self, config: RunConfig) -> bytes:
+        """Keep the effective config for the workers; its bytes."""
+        data = msgspec.json.format(msgspec.json.encode(config), indent=2)
+        _write(self.config_file, data)
+        return data
+
+    def read_config(self) -> RunConfig:
+        """The config that the supervisor wrote.
+
+        Raises:
+            RunFolderError: there is none.
+        """
+        return msgspec.json.decode(self._read(self.config_file), type=RunConfig)
+
+    def write_endpoints(self, endpoints: Endpoints) -> None:
+        """Say where the servers are."""
+        _write(self.endpoints_file, msgspec.json.encode(endpoints))
+
+    def read_endpoints(self) -> Endpoints:
+        """Where the servers are.
+
+        Raises:
+            RunFolderError: the run was never started.
+        """
+        return msgspec.json.decode(self._read(self.endpoints_file), type=Endpoints)
+
+    def _read(self, path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise RunFolderError(
+                f"{path}: expected the folder of a run that was started, found: {error.strerror}"
+            ) from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(data)
+    part.replace(path)

@@ -1,0 +1,79 @@
+"""Which processes a run on one machine has: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ops.config import RunConfig
+from ops.run_folder import RunFolder
+from ops.secrets import CONTROL_KEY_ENV, GENERATION_KEY_ENV, RunSecrets
+from ops.supervise.process import ProcessSpec, RestartPolicy, python
+from ops.wiring import LIGHT_STAGES
+
+LEASH = "ops.leash"
+
+
+def arena_process(folder: RunFolder, config_file: str, environment: Mapping[str, str]) -> ProcessSpec:
+    """The local Arena."""
+    return ProcessSpec(
+        name="arena",
+        argv=python("-m", "ops.arena", config_file),
+        env=environment,
+        log_file=str(folder.logs / "arena.log"),
+        waits_for_ready=True,
+        ready_deadline_s=60.0,
+    )
+
+
+def worker_process(name: str, stages: tuple[str, ...], folder: RunFolder, environment: Mapping[str, str]) -> ProcessSpec:
+    """A process of one or several stages."""
+    return ProcessSpec(
+        name=name,
+        argv=python("-m", "ops", "worker", *stages, "--run-dir", str(folder.path)),
+        env=environment,
+        log_file=str(folder.logs / f"{name}.log"),
+    )
+
+
+def trainer_process(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> ProcessSpec:
+    """The trainer: its own process, or torchrun's with several ranks."""
+    worker = ["-m", "ops", "worker", "trainer", "--run-dir", str(folder.path)]
+    argv = python(*worker)
+    if config.training.ranks > 1:
+        argv = python(
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.training.ranks)),
+            *("--max-restarts", "0"),
+            *worker,
+        )
+    return ProcessSpec(
+        name="trainer",
+        argv=argv,
+        env={**environment, "OMP_NUM_THREADS": str(config.training.threads)},
+        log_file=str(folder.logs / "trainer.log"),
+        finishes=True,
+        restart=RestartPolicy(max_restarts=8, window_s=120.0),
+    )
+
+
+def run_processes(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> list[ProcessSpec]:
+    """The workers of a run, in the order of their start."""
+    gateway_environment = {**environment, "OMP_NUM_THREADS": str(config.engine.threads)}
+    return [
+        worker_process("gateway", ("gateway",), folder, gateway_environment),
+        worker_process("stages", LIGHT_STAGES, folder, environment),
+        trainer_process(config, folder, environment),
+    ]
+
+
+def run_environment(config: RunConfig, secrets: RunSecrets, *, local_arena: bool) -> dict[str, str]:
+    """What the processes find in their environment."""
+    environment = {
+        GENERATION_KEY_ENV: secrets.generation_key,
+        CONTROL_KEY_ENV: secrets.control_key,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if local_arena:
+        environment[config.arena.token_env] = secrets.arena_token
+        environment[config.arena.llm_api_key_env] = secrets.arena_llm_api_key
+    return environment

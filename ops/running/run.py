@@ -1,0 +1,271 @@
+"""One run on this machine: servers, workers, watch, end, account.
+
+    lock folder ─▶ check all ─▶ policy ─▶ NATS ─▶ run.started ─▶ Arena ─▶ workers ─▶ … ─▶ trainer done ─▶ drain ─▶ account
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+import anyio
+import anyio.abc
+import msgspec
+import structlog
+
+from broker.api import Broker
+from broker.connect import connect
+from broker.embedded import EmbeddedServer, EmbeddedSettings
+from broker.settings import ConnectSettings
+from broker.topology import RunLimits
+from ops.accounts import RunAccount, account
+from ops.arena_access import LOCAL
+from ops.config import RunConfig, fold_digest
+from ops.local_arena import local_arena_config
+from ops.run_folder import Endpoints, RunFolder
+from ops.running.plan import arena_process, run_environment, run_processes
+from ops.running.progress import Progress
+from ops.secrets import RunSecrets, run_secrets
+from ops.supervise.process import ProcessGivenUpError, ProcessSpec, RestartPolicy, python
+from ops.supervise.supervisor import Supervisor
+from pipeline.log import RunLog
+from schemas.errors import ConfigError
+from schemas.messages.sampling import RunStarted
+from schemas.topics import RUN_STARTED
+
+log = structlog.get_logger("headrace.run")
+
+VERSION: Final = "0.1.0"
+_ONCE: Final = RestartPolicy(max_restarts=0)
+
+
+class RunFailedError(Exception):
+    """The run ended before its time; the text says why."""
+
+
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended."""
+
+    account: RunAccount
+    interrupted: bool
+    """Somebody asked it to stop; the same command resumes."""
+
+
+async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | None = None) -> RunOutcome:
+    """Run until the last step, or until interrupted.
+
+    Raises:
+        ConfigError, RunFolderError, ServerStartError: before anything started.
+        RunFailedError: a process was given up.
+    """
+    started = time.monotonic()
+    folder = RunFolder(config.run.dir)
+    folder.create()
+    with folder.lock():
+        folder.write_config(config)
+        secrets = run_secrets(folder.path)
+        async with _stop_signals() as stopped, anyio.create_task_group() as tasks:
+            supervisor = Supervisor(tasks)
+            try:
+                await _prepare_policy(config, folder, supervisor)
+                async with _nats(config, folder, tasks) as (url, settings):
+                    endpoints = _endpoints(config, folder, url, settings)
+                    async with connect(
+                        url, config.run.id, settings, create=True, limits=_limits(config)
+                    ) as broker:
+                        await _announce_start(config, broker)
+                        progress = Progress(config)
+                        tasks.start_soon(progress.follow, broker, on_progress)
+                        await _start_all(config, folder, secrets, endpoints, supervisor)
+                        await _until_done(supervisor, stopped)
+                        await supervisor.stop()
+                        counted = await account(
+                            broker,
+                            staleness_bound=config.sampling.max_staleness,
+                            seconds=time.monotonic() - started,
+                        )
+                    failure = supervisor.failure
+            except ProcessGivenUpError as error:
+                failure, counted = error, None
+            finally:
+                await supervisor.stop()
+                tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise RunFailedError(str(failure))
+    if counted is None:
+        raise RunFailedError("the run ended before it began")
+    return RunOutcome(account=counted, interrupted=stopped.is_set())
+
+
+@asynccontextmanager
+async def _stop_signals() -> AsyncGenerator[anyio.Event]:
+    """An event that Ctrl-C or SIGTERM sets."""
+    stopped = anyio.Event()
+
+    async def watch() -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for number in signals:
+                if stopped.is_set():
+                    log.warning("already stopping", signal=signal.Signals(number).name)
+                stopped.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        yield stopped
+        tasks.cancel_scope.cancel()
+
+
+async def _prepare_policy(config: RunConfig, folder: RunFolder, supervisor: Supervisor) -> None:
+    """Make or check the policy, and what only torch can check, in a process of its own: this one stays light."""
+    process = await supervisor.start(
+        ProcessSpec(
+            name="prepare",
+            argv=python("-m", "ops", "worker", "prepare", "--run-dir", str(folder.path)),
+            log_file=str(folder.logs / "prepare.log"),
+            finishes=True,
+            restart=_ONCE,
+            env={"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+        )
+    )
+    await supervisor.wait_for(process.finished)
+
+
+@asynccontextmanager
+async def _nats(
+    config: RunConfig, folder: RunFolder, tasks: anyio.abc.TaskGroup
+) -> AsyncGenerator[tuple[str, ConnectSettings]]:
+    """The run's broker: the configured one, or an embedded server that is started again whenever it dies."""
+    broker = config.broker
+    if broker.url != "embedded":
+        yield broker.url, ConnectSettings(
+            name="run",
+            user=broker.user,
+            password_file=broker.password_file,
+            token_file=broker.token_file,
+            creds_file=broker.creds_file,
+            nkey_seed_file=broker.nkey_seed_file,
+            tls_ca_file=broker.tls_ca_file,
+            tls_cert_file=broker.tls_cert_file,
+            tls_key_file=broker.tls_key_file,
+        )
+        return
+    server = EmbeddedServer(
+        folder.nats, EmbeddedSettings(sync_interval="always" if broker.sync_always else "2m")
+    )
+    await server.start()
+    scope = anyio.CancelScope()
+
+    async def watch() -> None:
+        with scope:
+            while True:
+                await anyio.sleep(0.1)
+                if server.returncode is not None:
+                    log.warning("the NATS server died and is started again", exit=server.returncode)
+                    await server.start()
+
+    tasks.start_soon(watch)
+    try:
+        yield server.url, server.connect_settings(ConnectSettings(name="run"))
+    finally:
+        scope.cancel()
+        await server.stop()
+
+
+def _limits(config: RunConfig) -> RunLimits:
+    return RunLimits(
+        log_max_bytes=config.broker.max_bytes,
+        payload_max_bytes=config.broker.max_payload_store_bytes,
+        replicas=config.broker.replicas,
+    )
+
+
+def _endpoints(config: RunConfig, folder: RunFolder, url: str, settings: ConnectSettings) -> Endpoints:
+    """Where the servers are; ports that were chosen once are kept."""
+    port = config.gateway.port
+    if not port and folder.endpoints_file.is_file():
+        port = folder.read_endpoints().gateway_port
+    endpoints = Endpoints(
+        run=config.run.id,
+        broker_url=url,
+        broker_token_file=settings.token_file,
+        gateway_port=port or _free_port(config.gateway.host),
+    )
+    folder.write_endpoints(endpoints)
+    return endpoints
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+async def _announce_start(config: RunConfig, broker: Broker) -> None:
+    """Put this start on the log; what folds depend on must be as it was.
+
+    Raises:
+        ConfigError: the run was begun with other settings.
+    """
+    run_log = RunLog(broker)
+    ordinal, fingerprint = 0, fold_digest(config)
+    while (former := await run_log.find(RUN_STARTED, ordinal)) is not None:
+        if former.config_digest != fingerprint:
+            raise ConfigError(
+                f"run {config.run.id!r} in {config.run.dir} was begun with other [sampling], [assembly] or stream settings: "
+                "they decide what its log means; choose another run.dir, or take the former settings "
+                f"(config of start {former.ordinal}: see `headrace tap run.started`)"
+            )
+        ordinal += 1
+    await run_log.publish(
+        RunStarted(
+            ordinal=ordinal,
+            config_json=msgspec.json.encode(config),
+            config_digest=fingerprint,
+            headrace_version=VERSION,
+            steps=config.run.steps,
+            epochs=config.run.epochs,
+        )
+    )
+
+
+async def _start_all(
+    config: RunConfig, folder: RunFolder, secrets: RunSecrets, endpoints: Endpoints, supervisor: Supervisor
+) -> None:
+    local = config.arena.url == LOCAL
+    environment = run_environment(config, secrets, local_arena=local)
+    if local:
+        await _start_arena(config, folder, endpoints, supervisor, environment)
+    for spec in run_processes(config, folder, environment):
+        await supervisor.start(spec)
+
+
+async def _start_arena(
+    config: RunConfig, folder: RunFolder, endpoints: Endpoints, supervisor: Supervisor, environment: dict[str, str]
+) -> None:
+    """Start the local Arena on a port that it keeps over restarts."""
+    config_file = folder.path / "arena.toml"
+    served = local_arena_config(config)
+    port = served.port or _free_port(served.host)
+    config_file.write_bytes(msgspec.toml.encode(msgspec.structs.replace(served, port=port)))
+
+    def ready(line: str) -> None:
+        url = msgspec.json.decode(line, type=dict[str, object])["url"]
+        folder.write_endpoints(msgspec.structs.replace(endpoints, arena_url=str(url)))
+
+    await supervisor.start(arena_process(folder, str(config_file), environment), on_ready=ready)
+
+
+async def _until_done(supervisor: Supervisor, stopped: anyio.Event) -> None:
+    """Until the trainer has finished, a process is given up, or somebody stops the run."""
+    async with anyio.create_task_group() as tasks:
+
+        async def end_when(event: anyio.Event) -> None:
+            await event.wait()
+            tasks.cancel_scope.cancel()
+
+        for event in (supervisor.processes["trainer"].finished, supervisor.failed, stopped):
+            tasks.start_soon(end_when, event)

@@ -1,0 +1,135 @@
+"""Opening and closing sessions from another process: requests on core subjects, never on the log.
+
+launcher ──hrq.<run>.gateways──▶ any gateway            (open)
+──hrq.<run>.gateway.<name>──▶ the session's own (close), else any: it rebuilds the session from the log
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Final, Literal, Protocol
+
+import msgspec
+import structlog
+
+from broker.api import Broker
+from broker.errors import BrokerError
+from pipeline.errors import RefusedError, RetryableError
+from schemas.ids import encode_token
+from schemas.messages.rollout import SessionClosed
+from stages.arena_launch.ports import SessionTicket
+from stages.clients.arena.secret import Secret
+from stages.gateway.errors import GatewayError, InvalidRequestError, SessionEndedError
+from stages.gateway.ports import Recorder
+from stages.gateway.session import SessionTicket as GatewayTicket
+
+log = structlog.get_logger("headrace.sessions")
+
+
+class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a launcher asks a gateway."""
+
+    action: Literal["open", "close"]
+    session: str
+    min_version: int = 0
+
+
+class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What the gateway answers: one of the three."""
+
+    token: str = ""
+    base_url: str = ""
+    closed: SessionClosed | None = None
+    error: str = ""
+    permanent: bool = False
+    """Asking again won't help."""
+
+    def __repr__(self) -> str:
+        return f"SessionReply(closed={self.closed!r}, error={self.error!r})"
+
+
+class GatewaySessions(Protocol):
+    """The gateway's own calls."""
+
+    async def open_session(self, session_id: str, min_version: int = 0) -> GatewayTicket: ...
+
+    async def close_session(self, session_id: str) -> SessionClosed: ...
+
+
+def any_gateway(run: str) -> str:
+    """Where any gateway of a run answers."""
+    return f"hrq.{run}.gateways"
+
+
+def one_gateway(run: str, name: str) -> str:
+    """Where one gateway answers."""
+    return f"hrq.{run}.gateway.{encode_token(name)}"
+
+
+@asynccontextmanager
+async def serve_sessions(broker: Broker, gateway: GatewaySessions, name: str) -> AsyncGenerator[None]:
+    """Answer launchers while the context is open."""
+
+    async def answer(data: bytes) -> bytes:
+        request = msgspec.msgpack.decode(data, type=SessionRequest)
+        try:
+            if request.action == "open":
+                ticket = await gateway.open_session(request.session, request.min_version)
+                reply = SessionReply(token=ticket.token, base_url=ticket.base_url)
+            else:
+                reply = SessionReply(closed=await gateway.close_session(request.session))
+        except (SessionEndedError, InvalidRequestError) as error:
+            reply = SessionReply(error=str(error), permanent=True)
+        except GatewayError as error:
+            reply = SessionReply(error=str(error))
+        return msgspec.msgpack.encode(reply)
+
+    async with (
+        broker.serve(any_gateway(broker.run), answer),
+        broker.serve(one_gateway(broker.run, name), answer),
+    ):
+        yield
+
+
+class RemoteSessions:
+    """The launch stage's `Sessions`."""
+
+    def __init__(self, broker: Broker, recorder: Recorder, *, deadline_s: float = 15.0) -> None:
+        self._broker: Final = broker
+        self._recorder: Final = recorder
+        self._deadline_s: Final = deadline_s
+
+    async def open(self, session: str, *, min_version: int) -> SessionTicket:
+        request = SessionRequest(action="open", session=session, min_version=min_version)
+        reply = await self._ask([any_gateway(self._broker.run)], request)
+        return SessionTicket(session=session, token=Secret(reply.token), base_url=reply.base_url)
+
+    async def close(self, session: str) -> SessionClosed:
+        stands = await self._recorder.read_closing(session)
+        if stands is not None:
+            return stands
+        openings = await self._recorder.read_openings(session)
+        subjects = [any_gateway(self._broker.run)]
+        if openings:
+            subjects.insert(0, one_gateway(self._broker.run, openings[-1].gateway))
+        reply = await self._ask(subjects, SessionRequest(action="close", session=session))
+        if reply.closed is None:
+            raise RetryableError(f"closing session {session}: the gateway's answer names no end")
+        return reply.closed
+
+    async def _ask(self, subjects: list[str], request: SessionRequest) -> SessionReply:
+        failure = ""
+        for subject in subjects:
+            try:
+                data = await self._broker.request(subject, msgspec.msgpack.encode(request), deadline_s=self._deadline_s)
+            except BrokerError as error:
+                failure = str(error)
+                continue
+            reply = msgspec.msgpack.decode(data, type=SessionReply)
+            if not reply.error:
+                return reply
+            if reply.permanent:
+                raise RefusedError(f"{request.action} session {request.session}: {reply.error}")
+            failure = reply.error
+        raise RetryableError(f"{request.action} session {request.session}: no gateway did it: {failure}")

@@ -1,0 +1,64 @@
+"""What each stage of a run waits for, since when, and how much lies before it."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+import msgspec
+
+from broker.api import Broker, LogStatus
+from pipeline.metrics import REPORT_PREFIX, WorkerReport
+
+LISTEN_S = 2.5
+
+
+class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage, all its workers."""
+
+    stage: str
+    workers: list[WorkerReport]
+    pending: int
+    """Messages not yet handed to a worker."""
+    in_hand: int
+    """Messages handed out and not acknowledged."""
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A run now."""
+
+    run: str
+    unix_time_s: float
+    log: LogStatus
+    stages: list[StageStatus]
+    silent: list[str]
+    """Stages with a consumer and no worker that says anything."""
+
+
+async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float = LISTEN_S) -> RunStatus:
+    """Listen for a moment to all workers of a run, and ask the broker for the rest."""
+    reports: dict[tuple[str, str], WorkerReport] = {}
+    async with broker.listen(f"{REPORT_PREFIX}.{broker.run}.>") as announcements:
+        with anyio.move_on_after(listen_s):
+            async for _subject, data in announcements:
+                report = msgspec.msgpack.decode(data, type=WorkerReport)
+                reports[report.stage, report.worker] = report
+    consumers = {consumer.durable: consumer for consumer in await broker.consumers()}
+    listed: list[StageStatus] = []
+    for stage in (*stages, *sorted({name for name, _ in reports} - set(stages))):
+        consumer = consumers.get(stage)
+        listed.append(
+            StageStatus(
+                stage=stage,
+                workers=[report for (name, _), report in sorted(reports.items()) if name == stage],
+                pending=0 if consumer is None else consumer.num_pending,
+                in_hand=0 if consumer is None else consumer.num_ack_pending,
+            )
+        )
+    return RunStatus(
+        run=broker.run,
+        unix_time_s=time.time(),
+        log=await broker.log_status(),
+        stages=listed,
+        silent=[stage.stage for stage in listed if not stage.workers],
+    )

@@ -1,0 +1,133 @@
+"""What a run is made of: each stage with the ports it needs, from config and log. Read this to see how all hangs together.
+
+    sampling · fan_out · arena_launch · rewards · assembly · weights      light stages; several may share a process
+    gateway                                                               with the built-in or scripted engine in it
+    trainer                                                               one process per rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from broker.api import ConsumerSettings
+from ops.config import assembly_settings, run_streams, sampling_settings
+from ops.streams import list_streams
+from ops.workers.arena import run_arena_launch
+from ops.workers.context import WorkerContext
+from ops.workers.gateway import run_gateway
+from ops.workers.trainer import run_trainer
+from pipeline.fold import FoldRunner
+from pipeline.runner import RunnerSettings, StageRunner
+from pipeline.sessions import SessionReader
+from pipeline.stage import bind
+from pipeline.ticks import Ticker
+from schemas.errors import ConfigError
+from schemas.messages.sampling import Tick
+from stages.assembly.fold import AssemblyFold
+from stages.fan_out import fan_out
+from stages.rewards.map_rewards import RewardSettings, map_rewards
+from stages.rewards.transforms import load_rewards
+from stages.sampling.fold import SamplingFold
+from stages.weights.broadcast import broadcast_weights
+
+LIGHT_STAGES: Final = ("sampling", "fan_out", "arena_launch", "rewards", "assembly", "weights")
+STAGES: Final = (*LIGHT_STAGES, "gateway", "trainer")
+
+
+async def run_service(stage: str, context: WorkerContext) -> None:
+    """Run one stage of a run until the worker drains.
+
+    Raises:
+        ConfigError: no such stage.
+        ContractError: the stage stopped rather than guess.
+    """
+    await _service(stage)(context)
+
+
+def _service(stage: str) -> Callable[[WorkerContext], Awaitable[None]]:
+    match stage:
+        case "sampling":
+            return _sampling
+        case "fan_out":
+            return _fan_out
+        case "arena_launch":
+            return run_arena_launch
+        case "rewards":
+            return _rewards
+        case "assembly":
+            return _assembly
+        case "weights":
+            return _weights
+        case "gateway":
+            return run_gateway
+        case "trainer":
+            return run_trainer
+        case _:
+            raise ConfigError(f"stage {stage!r}: expected one of {', '.join(STAGES)}")
+
+
+async def _sampling(context: WorkerContext) -> None:
+    metrics = context.metrics("sampling")
+    metrics.wait_for("the Arena's datasets")
+    await list_streams(context)
+    runner = FoldRunner(SamplingFold(sampling_settings(context.config)), context.broker, metrics)
+    context.on_drain(runner.drain)
+    await runner.run()
+
+
+async def _fan_out(context: WorkerContext) -> None:
+    runner = StageRunner(bind(fan_out), context.broker, context.metrics("fan_out"))
+    context.on_drain(runner.drain)
+    await runner.run()
+
+
+async def _rewards(context: WorkerContext) -> None:
+    reward = context.config.reward
+    streams = run_streams(context.config)
+    stage = bind(
+        map_rewards,
+        sessions=SessionReader(context.log, deadline_s=reward.read_deadline_s),
+        payloads=context.payloads,
+        settings=RewardSettings(
+            export=reward.export,
+            turn_discount=reward.turn_discount,
+            shared_tokens=reward.shared_tokens,
+            rewards=load_rewards(streams),
+            expected_rewards={
+                name: f"{stream.expected_reward_ref.key}@{stream.expected_reward_ref.version}"
+                for name, stream in streams.items()
+                if stream.expected_reward_ref is not None
+            },
+        ),
+    )
+    settings = RunnerSettings(consumer=ConsumerSettings(prefetch=128))
+    runner = StageRunner(stage, context.broker, context.metrics("rewards"), settings)
+    context.on_drain(runner.drain)
+    await runner.run()
+
+
+async def _assembly(context: WorkerContext) -> None:
+    ticker = Ticker(context.broker, period_s=context.config.sampling.tick_period_s)
+
+    def see(_sequence: int, message: object) -> None:
+        if isinstance(message, Tick):
+            ticker.seen(message.ordinal)
+
+    fold = AssemblyFold(assembly_settings(context.config))
+    runner = FoldRunner(fold, context.broker, context.metrics("assembly"), on_message=see)
+    context.on_drain(runner.drain)
+    await runner.run(beside=ticker.run)
+
+
+async def _weights(context: WorkerContext) -> None:
+    stage = bind(
+        broadcast_weights,
+        payloads=context.payloads,
+        weights_dir=str(context.folder.weights),
+        through_store=context.config.training.weights_through_store,
+    )
+    settings = RunnerSettings(consumer=ConsumerSettings(prefetch=2, ack_wait_s=30.0))
+    runner = StageRunner(stage, context.broker, context.metrics("weights"), settings)
+    context.on_drain(runner.drain)
+    await runner.run()

@@ -1,0 +1,1 @@
+"""The processes of a run: each runs one or several stages until told to drain."""

@@ -1,0 +1,186 @@
+"""The gateway's process: the engine in it, the HTTP server, sessions for launchers, new weights as they come."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import anyio
+import structlog
+
+from ops.adapters import LogRecorder
+from ops.policy_folder import policy_folder
+from ops.secrets import CONTROL_KEY_ENV, GENERATION_KEY_ENV
+from ops.session_calls import serve_sessions
+from ops.workers.context import WorkerContext
+from pipeline.metrics import Metrics
+from schemas.config import EngineKind
+from schemas.errors import ConfigError
+from schemas.messages.training import WeightsPublished
+from schemas.topics import WEIGHTS_PUBLISHED
+from stages.engine.scripted import ScriptedEngine
+from stages.gateway.gateway import Gateway
+from stages.gateway.server import serve_gateway
+from stages.gateway.settings import GatewayLimits, GatewaySettings, Recording, RunSampling
+from stages.policy.tokenizer import load_tokenizer
+from stages.ports import InferenceEngine, SwapMode
+from stages.weights.receive import Receiver
+
+log = structlog.get_logger("headrace.gateway")
+
+
+async def run_gateway(context: WorkerContext) -> None:
+    """Serve agents until the worker drains."""
+    config, metrics = context.config, context.metrics("gateway")
+    metrics.wait_for("the engine's model")
+    incarnation = f"{os.getpid():x}-{secrets.token_hex(3)}"
+    async with anyio.create_task_group() as tasks, open_engine(context) as engine:
+        receiver = Receiver(
+            engine,
+            context.payloads,
+            cache_dir=str(context.folder.cache / "weights"),
+            mode=SwapMode(config.engine.swap),
+            incarnation=incarnation,
+            say=context.log.publish,
+            metrics=metrics,
+        )
+        metrics.wait_for("the current weights")
+        sequence = await _catch_up(context, receiver)
+        gateway = Gateway(
+            _settings(context, f"gw-{incarnation}"),
+            engine=engine,
+            tokenizer=load_tokenizer(policy_folder(config, context.folder)),
+            recorder=LogRecorder(context.log),
+            payloads=context.payloads,
+        )
+        tasks.start_soon(_follow_weights, context, receiver, sequence)
+        tasks.start_soon(receiver.run)
+        tasks.start_soon(gateway.run)
+        tasks.start_soon(_report, gateway, engine, metrics)
+
+        def ready(url: str) -> None:
+            metrics.wait_for("calls")
+            log.info("gateway ready", url=url)
+
+        tasks.start_soon(_serve, gateway, context, ready)
+        async with serve_sessions(context.broker, gateway, gateway.settings.name):
+            await context.draining.wait()
+        tasks.cancel_scope.cancel()
+
+
+async def _serve(gateway: Gateway, context: WorkerContext, ready: object) -> None:
+    await serve_gateway(gateway, context.config.gateway.host, context.endpoints.gateway_port, ready)
+
+
+def _settings(context: WorkerContext, name: str) -> GatewaySettings:
+    config = context.config
+    return GatewaySettings(
+        name=name,
+        context_length=config.rollout.max_context_tokens,
+        sampling=RunSampling(temperature=config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens),
+        recording=Recording(config.gateway.recording),
+        limits=GatewayLimits(idle_expiry_s=config.gateway.session_idle_s),
+        generation_keys=tuple(key for key in (os.environ.get(GENERATION_KEY_ENV, ""),) if key),
+        control_key=os.environ.get(CONTROL_KEY_ENV, ""),
+    )
+
+
+@asynccontextmanager
+async def open_engine(context: WorkerContext) -> AsyncGenerator[InferenceEngine]:
+    """The configured engine, at version 0.
+
+    Raises:
+        ConfigError: the script can't be imported, or the engine needs a server.
+    """
+    config = context.config
+    match config.engine.kind:
+        case EngineKind.SCRIPTED:
+            tokenizer = load_tokenizer(policy_folder(config, context.folder))
+            yield ScriptedEngine(
+                _script(config.engine.script),
+                vocab_size=tokenizer.vocab_size,
+                max_context=config.rollout.max_context_tokens,
+            )
+        case EngineKind.BUILTIN:
+            import torch  # noqa: PLC0415 - only this engine needs it
+
+            from stages.engine.builtin import BuiltinEngineSettings, builtin_engine  # noqa: PLC0415
+
+            torch.set_num_threads(config.engine.threads)
+            settings = BuiltinEngineSettings(
+                num_slots=config.engine.max_running_requests,
+                max_context=config.rollout.max_context_tokens,
+                seed=config.run.seed,
+            )
+            async with builtin_engine("builtin", policy_folder(config, context.folder), settings) as engine:
+                yield engine
+        case EngineKind.VLLM | EngineKind.SGLANG:
+            raise ConfigError(
+                f"engine.kind = {config.engine.kind.value}: this version has no client for its server; "
+                "expected builtin or scripted"
+            )
+
+
+def _script(path: str):  # noqa: ANN202 - stages.engine.scripted.Script
+    module_name, _, function_name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"engine.script: can't import {path!r}: {error}; expected package.module:function") from error
+
+
+async def _catch_up(context: WorkerContext, receiver: Receiver) -> int:
+    """Load the newest version that stands before anything is served; the sequence it stands at."""
+    newest: WeightsPublished | None = None
+    sequence = 0
+    async with context.log.read([WEIGHTS_PUBLISHED], follow=False) as entries:
+        async for entry in entries:
+            sequence = entry.sequence
+            message = entry.message
+            if isinstance(message, WeightsPublished) and (
+                newest is None or (message.version, message.generation) > (newest.version, newest.generation)
+            ):
+                newest = message
+    if newest is not None:
+        receiver.offer(newest)
+        if not await receiver.load(newest):
+            log.warning("the newest weights can't be loaded; waiting for the next", version=newest.version)
+    return sequence
+
+
+async def _follow_weights(context: WorkerContext, receiver: Receiver, after: int) -> None:
+    async with context.log.read([WEIGHTS_PUBLISHED], after_sequence=after) as entries:
+        async for entry in entries:
+            if isinstance(entry.message, WeightsPublished):
+                receiver.offer(entry.message)
+
+
+async def _report(gateway: Gateway, engine: InferenceEngine, metrics: Metrics) -> None:
+    """Figures of the gateway and its engine, for status."""
+    last_tokens, last_time = 0, anyio.current_time()
+    while True:
+        await anyio.sleep(1.0)
+        health = await engine.health()
+        metrics.received = gateway.counts.calls
+        metrics.published = metrics.succeeded = gateway.num_recorded
+        metrics.in_flight = health.num_running
+        metrics.gauges.update(
+            version=health.version,
+            running=health.num_running,
+            waiting=health.num_waiting,
+            prefix_breaks=gateway.counts.prefix_breaks,
+            context_overflows=gateway.counts.context_overflows,
+            failed_calls=gateway.counts.failed_calls,
+            sessions=len(gateway.sessions),
+        )
+        tokens = getattr(engine, "num_tokens", 0)
+        now = anyio.current_time()
+        metrics.gauges["tokens_per_s"] = (tokens - last_tokens) / max(now - last_time, 1e-9)
+        last_tokens, last_time = tokens, now
+        if health.num_running:
+            metrics.work()
+        else:
+            metrics.wait_for("calls")

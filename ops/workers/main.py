@@ -1,0 +1,75 @@
+"""`headrace worker STAGE …`: connect, run the services, drain on SIGTERM, end with the parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+import anyio
+import structlog
+
+from ops.arena.lifeline import die_with_parent
+from ops.connection import connect_to
+from ops.run_folder import RunFolder
+from ops.wiring import run_service
+from ops.workers.context import WorkerContext
+from pipeline.logs import set_up_logs
+
+log = structlog.get_logger("headrace.worker")
+
+PARENT_ENV = "HEADRACE_PARENT_PID"
+
+
+async def run_worker(stages: Sequence[str], folder: RunFolder) -> None:
+    """Run these services until drained, or until one of them fails."""
+    config, endpoints = folder.read_config(), folder.read_endpoints()
+    async with connect_to(endpoints, name="+".join(stages)) as broker:
+        context = WorkerContext(folder, config, endpoints, broker)
+        async with anyio.create_task_group() as background:
+            background.start_soon(_drain_on_signal, context)
+            background.start_soon(context.announce_reports)
+            async with anyio.create_task_group() as services:
+                for stage in stages:
+                    services.start_soon(run_service, stage, context)
+            background.cancel_scope.cancel()
+
+
+async def _drain_on_signal(context: WorkerContext) -> None:
+    """The first signal drains, the second ends at once."""
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for number in signals:
+            if context.draining.is_set():
+                os._exit(128 + number)
+            log.info("draining", signal=signal.Signals(number).name)
+            context.drain()
+
+
+def tie_to_parent() -> None:
+    """Die with the supervisor that started this process, if one did."""
+    parent = os.environ.get(PARENT_ENV, "")
+    if parent.isdecimal():
+        die_with_parent(int(parent))
+
+
+def worker_main(stages: Sequence[str], run_dir: str, *, log_level: str = "INFO") -> int:
+    """The whole life of a worker process; its exit code."""
+    tie_to_parent()
+    set_up_logs(process="+".join(stages), level=log_level)
+    try:
+        anyio.run(run_worker, stages, RunFolder(run_dir), backend_options={"use_uvloop": True})
+    except BaseExceptionGroup as group:
+        for error in _leaves(group):
+            log.error("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
+        return 1
+    except Exception as error:
+        log.exception("worker failed", error=f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def _leaves(group: BaseExceptionGroup) -> list[BaseException]:
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    return leaves

@@ -1,0 +1,83 @@
+"""The trainer's process: one rank of the training loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+
+import anyio
+import structlog
+
+from ops.config import RunConfig
+from ops.policy_folder import policy_folder
+from ops.run_folder import RunFolder
+from ops.workers.context import WorkerContext
+from pipeline.lease import HeldLease
+from pipeline.metrics import worker_name
+from stages.training.loop import FollowerLease, LoopSettings, TrainerLoop
+from stages.training.ports import TrainerBackend
+from stages.training.standin import StandInBackend
+from stages.weight_files.folders import prune
+
+log = structlog.get_logger("headrace.trainer")
+
+LEASE_KEY = "trainer.lease"
+
+
+async def run_trainer(context: WorkerContext) -> None:
+    """Train until the run's last step, or until drained."""
+    config = context.config
+    metrics = context.metrics("trainer")
+    metrics.wait_for("the training backend")
+    rank = int(os.environ.get("RANK", "0"))
+    lease = HeldLease(context.broker, LEASE_KEY, worker_name(), config.training.lease_s) if rank == 0 else None
+    backends = open_backend(config, context.folder)
+    with anyio.CancelScope(shield=True):
+        backend = await anyio.to_thread.run_sync(backends.__enter__)
+    try:
+        if lease is not None:
+            await lease.acquire()
+        loop = TrainerLoop(
+            context.log,
+            context.payloads,
+            backend,
+            FollowerLease() if lease is None else lease,
+            metrics,
+            LoopSettings(
+                weights_dir=str(context.folder.weights),
+                steps=config.run.steps,
+                checkpoint_every_steps=config.training.checkpoint_every_steps,
+            ),
+            on_trained=_pruner(context) if rank == 0 else None,
+        )
+        context.on_drain(loop.drain)
+        async with anyio.create_task_group() as tasks:
+            if lease is not None:
+                tasks.start_soon(lease.keep)
+            await loop.run()
+            tasks.cancel_scope.cancel()
+    finally:
+        await anyio.to_thread.run_sync(backends.__exit__, None, None, None)
+
+
+def _pruner(context: WorkerContext) -> Callable[[int], Awaitable[None]]:
+    keep = context.config.training.keep_weight_versions
+
+    async def after(step: int) -> None:
+        await anyio.to_thread.run_sync(lambda: prune(str(context.folder.weights), keep_from_version=step - keep + 1))
+
+    return after
+
+
+@contextmanager
+def open_backend(config: RunConfig, folder: RunFolder) -> Generator[TrainerBackend]:
+    """The backend that the config names; torch is imported only where it is used."""
+    training = config.training
+    if training.backend == "standin":
+        yield StandInBackend(str(folder.checkpoints), keep=training.keep_checkpoints, step_s=training.standin_step_s)
+        return
+    from ops.workers.torch_trainer import open_torch_backend  # noqa: PLC0415 - the base install has no torch
+
+    with open_torch_backend(config, policy_folder(config, folder), str(folder.checkpoints)) as backend:
+        yield backend
