@@ -2,7 +2,8 @@
 
 y = (x − μ)/(σ + eps), μ and σ each over all trained tokens of the mini-batch, over those of the token's group, or left out. σ is the
 root mean square of x − μ around whatever μ is in use. Sums are reduced over ranks by an injected function, in float64.
-Only active rows (with a trained token) count: a group with one active row has leave-one-out 0. No spread, no advantage.
+Only active rows (with a trained token) count. A group with one active row is a singleton: its leave-one-out is 0, its std 1. No spread of a
+set that is both centred and scaled, no advantage.
 """
 
 from collections.abc import Callable
@@ -86,10 +87,11 @@ def normalise(
         return torch.where(mask_T, centred_T, 0).to(x_T.dtype)
     count_T = sets.count(config.std)
     square_T = sets.total(centred_T.square(), config.std)
-    variance_T = torch.where(count_T > config.ddof, square_T / (count_T - config.ddof).clamp(min=1), 1)
+    single_T = (count_T <= config.ddof) | ((active_G[token_group_T] <= 1) if config.std == "group" else False)
+    variance_T = torch.where(single_T, 1, square_T / (count_T - config.ddof).clamp(min=1))
     scale_T = (variance_T + config.eps).sqrt() if config.eps_in_variance else variance_T.sqrt() + config.eps
     largest_T = sets.total(exact_T.abs(), config.std)  # at least the largest |x|: a bound of its rounding noise
-    flat_T = square_T <= (_NO_SPREAD * largest_T.clamp(min=1)).square()
+    flat_T = (square_T <= (_NO_SPREAD * largest_T.clamp(min=1)).square()) & (config.mean == config.std)
     return torch.where(mask_T & ~flat_T, centred_T / scale_T, 0).to(x_T.dtype)
 
 
@@ -119,9 +121,10 @@ def _means(x_T: Tensor, sets: _Sets, active_G: Tensor, config: TokenNormalisatio
     if not config.leave_one_out:
         return total_T / count_T.clamp(min=1)
     others_T = (total_T - x_T) / (count_T - 1).clamp(min=1)
-    active = active_G if config.mean == "group" else active_G.sum().expand(active_G.shape)
-    alone_T = active[sets.token_group_T] <= 1
-    return torch.where(alone_T | (count_T <= 1), x_T, others_T)
+    alone_T = count_T <= 1
+    if config.mean == "group":
+        alone_T = alone_T | (active_G[sets.token_group_T] <= 1)
+    return torch.where(alone_T, x_T, others_T)
 
 
 def _by_group(value: Tensor, index: Tensor, num_groups: int) -> Tensor:

@@ -47,8 +47,8 @@ class GaeLambda(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """λ as a function of a row's number of steps L."""
 
     form: Literal["constant", "vapo", "relative_position"] = "constant"
-    """constant: `value`; vapo (arXiv:2504.05118): max(0, 1 − 1/(value·L)); relative_position: value^(1/(L − 1)), the weight that the
-    last step's δ has in the first step's advantage."""
+    """constant: `value`; vapo (arXiv:2504.05118): max(0, 1 − 1/(value·L)); relative_position: value^(1/(L − 1)), so
+    that the last step's δ has the weight `value` in the first step's advantage (1 for a row of one step)."""
     value: float = 1.0
 
     def __post_init__(self) -> None:
@@ -69,6 +69,5 @@ def lambdas(config: GaeLambda, num_steps_R: Tensor, dtype: torch.dtype = torch.f
         case "vapo":
             return (1 - 1 / (config.value * steps_R.clamp(min=1))).clamp(min=0)
         case "relative_position":
-            return torch.pow(
-                torch.as_tensor(config.value, dtype=dtype, device=steps_R.device), 1 / (steps_R - 1).clamp(min=1)
-            )
+            base = torch.as_tensor(config.value, dtype=dtype, device=steps_R.device)
+            return torch.where(steps_R > 1, torch.pow(base, 1 / (steps_R - 1).clamp(min=1)), 1)

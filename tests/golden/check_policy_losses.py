@@ -1,11 +1,13 @@
 """Policy losses in AReaL's parametrisation, which is the project's own up to names."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from check_policy_losses_verl import verl_weights
 from golden_case import Case, Fields, array, assert_close
 from loss_cases import Layout, Outcome, compare, layout, maybe, number, optional, run_loss, weights_of
 from torch import Tensor
@@ -90,7 +92,8 @@ def check_ppo(case: Case) -> None:
     rejection = params.get("rejection_sampling")
     assert rejection is None or isinstance(rejection, Fields)
     if rejection is not None and refused(rejection):
-        return check_refusal(case, rejection)
+        check_refusal(case, rejection)
+        return
     filters, weight = read_correction(rejection)
     config = LossConfig(method=_ppo_method(params), proximal="recompute", filters=filters, behaviour_weight=weight)
     _check_areal(case, config)
@@ -196,7 +199,8 @@ def _check_token_stats(case: Case, outcome: Outcome, looked_at_T: Tensor, found:
 
 def check_rejection(case: Case) -> None:
     if refused(case.params):
-        return check_refusal(case, case.params)
+        check_refusal(case, case.params)
+        return
     (one,), weight = read_correction(case.params)
     at = layout(case)
     mask_T = at.mask(case.inputs["loss_mask"])
@@ -246,8 +250,6 @@ def check_end_to_end(case: Case) -> None:
 
 
 def _with_versions(case: Case, at: Layout, batch: LossBatch) -> LossBatch:
-    from dataclasses import replace
-
     version = case.params.get("current_version")
     return replace(
         batch,
@@ -319,7 +321,8 @@ def _check_reported(case: Case, outcome: Outcome, at: Layout) -> None:
     assert isinstance(means, Fields)
     for key in means:
         one, value_T = means[key], values[key]
-        assert isinstance(one, Fields) and value_T is not None
+        assert isinstance(one, Fields)
+        assert value_T is not None
         where_T = denominators[str(one["denominator"])]
         assert int(where_T.sum()) == one["count"], key
         if one.get("mean") is not None:
@@ -347,21 +350,22 @@ def _check_reported_scalars(case: Case, outcome: Outcome) -> None:
 
 def _narrowed(outcome: Outcome) -> Tensor:
     """The trained tokens that the mini-batch's rule (M2PO) left, before any filter."""
-    narrowed_T = outcome.narrowed_T
+    narrowed_T = outcome.narrowed
     return outcome.terms.mask_T if narrowed_T is None else narrowed_T
 
 
 def check_error(case: Case) -> None:
     if case.defect:
-        return check_all_weights_zero(case)
+        weights = verl_weights(case)
+        assert float(weights.abs().sum()) == 0.0
+        return
     assert case.expected["error"]
     params, inputs = case.params, case.inputs
     if "old_logprobs" in inputs:
         _check_rows_are_required(case)
-        return None
+        return
     with pytest.raises((LossConfigError, msgspec.ValidationError)):
         _build(params)
-    return None
 
 
 def _build(params: Fields) -> object:
@@ -408,13 +412,6 @@ def _check_rows_are_required(case: Case) -> None:
         )  # pyright: ignore[reportCallIssue] - the point of the test
     with pytest.raises(TypeError):
         Rows(row_T=mask_T.long())  # pyright: ignore[reportCallIssue] - same
-
-
-def check_all_weights_zero(case: Case) -> None:
-    from check_policy_losses_verl import verl_weights
-
-    weights = verl_weights(case)
-    assert float(weights.abs().sum()) == 0.0
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {

@@ -27,7 +27,9 @@ def _run(case: Case, config: CriticConfig, weight: str, *, scale: float = 1.0) -
         assert_close(float(loss.detach()), expected["loss"], case, "loss", "loss")
         assert_close(grad, expected["grad_values"], case, "gradient", "gradient")
         if expected.get("clip_ratio") is not None:
-            assert_close(float(stats["value_clip_fraction"].mean()), expected["clip_ratio"], case, "metric", "clip ratio")
+            assert_close(
+                float(stats["value_clip_fraction"].mean()), expected["clip_ratio"], case, "metric", "clip ratio"
+            )
     return at.back(loss_T), at.back(mask_T)
 
 

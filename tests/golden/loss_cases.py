@@ -87,7 +87,7 @@ class Outcome:
     terms: Terms
     stats: dict[str, Stat]
     at: Layout
-    narrowed_T: Tensor | None
+    narrowed: Tensor | None
 
     def mean(self, name: str) -> float:
         return float(self.stats[name].mean())
@@ -108,7 +108,7 @@ def run_loss(at: Layout, logp_T: Tensor, batch: LossBatch, config: LossConfig, w
         terms=terms,
         stats=statistics(terms, ready),
         at=at,
-        narrowed_T=ready.narrowed_T,
+        narrowed=ready.narrowed_T,
     )
 
 
