@@ -1,0 +1,1 @@
+"""Benchmarks: each module has `run() -> dict` with its metrics, the reference it stands beside, the ratio and the machine."""
