@@ -1,0 +1,1 @@
+"""From a session's recorded calls and an episode's rewards to training rows."""
