@@ -5,12 +5,15 @@ A rule is pure: the same group gives the same answer on every replay. Knows no s
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
 import msgspec
 
+from pipeline.errors import ContractError
+from schemas.errors import ConfigError
 from schemas.messages.rollout import Row
 from stages.assembly import moments
 from stages.assembly.settings import AssemblySettings, usable_minimum
@@ -53,6 +56,37 @@ UserFilter = Callable[[GroupView], str | None]
 """A word that says why the group is dropped, or None to keep it. Must be pure."""
 
 NO_FILTERS: Final[tuple[UserFilter, ...]] = ()
+
+
+def load_filters(paths: Sequence[str]) -> tuple[UserFilter, ...]:
+    """The functions behind import paths `package.module:function`.
+
+    Raises:
+        ConfigError: one that can't be imported or called.
+    """
+    return tuple(_load_filter(path) for path in paths)
+
+
+def _load_filter(path: str) -> UserFilter:
+    module_name, _, function_name = path.partition(":")
+    try:
+        found: object = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"assembly.user_filters: expected 'package.module:function' that can be imported, found {path!r}: {error}"
+        ) from error
+    if not callable(found):
+        raise ConfigError(
+            f"assembly.user_filters: {path!r} is a {type(found).__name__}, expected a function of a GroupView"
+        )
+
+    def user_filter(view: GroupView) -> str | None:
+        reason = found(view)
+        if reason is not None and not isinstance(reason, str):
+            raise ContractError(f"user filter {path} returned {reason!r}: expected a word or None")
+        return reason
+
+    return user_filter
 
 
 def usable(group: Group) -> list[Member]:

@@ -4,8 +4,9 @@
                        ▲                                                  │                 │
          trajectory.ready                                       group.closed (usable or not)  too old ──▶ dropped, in the step before's message
 
-Every issued group ends in exactly one of trained, dropped (reason) or open. What has ended leaves the state. Time enters as ticks only; this module
-must not know a clock, a broker or a token.
+Every issued group ends in exactly one of trained, dropped (reason) or open. What has ended leaves the state. Time enters as ticks only. Training moves
+counts and nothing else: another trainer may assemble from the same trajectories in a run of its own and gets the same manifests. This module must not know
+a clock, a broker or a token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from schemas.payload import PayloadRef
 from schemas.topics import FOLD_TICK, GROUP_CLOSED, GROUP_ISSUED, STEP_ASSEMBLED, STEP_TRAINED, TRAJECTORY_READY
 from stages.assembly import stall
 from stages.assembly.batch import build_batch
-from stages.assembly.filters import Reason, UserFilter, drop_reason, silent_streams, usable
+from stages.assembly.filters import Reason, UserFilter, drop_reason, load_filters, silent_streams, usable
 from stages.assembly.manifest import announce, build_manifest
 from stages.assembly.membership import admit, choose, freshen, refuse_lone_members
 from stages.assembly.settings import AssemblySettings, check_settings
@@ -43,14 +44,15 @@ class StalledError(ContractError):
 class AssemblyFold:
     """See the module."""
 
-    name: Final = "assembly"
-    consumes: Final[tuple[AnyTopic, ...]] = (GROUP_ISSUED, TRAJECTORY_READY, FOLD_TICK, STEP_TRAINED)
-    produces: Final[tuple[AnyTopic, ...]] = (GROUP_CLOSED, STEP_ASSEMBLED)
-    state_type: Final = AssemblyState
+    name = "assembly"
+    consumes: tuple[AnyTopic, ...] = (GROUP_ISSUED, TRAJECTORY_READY, FOLD_TICK, STEP_TRAINED)
+    produces: tuple[AnyTopic, ...] = (GROUP_CLOSED, STEP_ASSEMBLED)
+    state_type = AssemblyState
 
     def __init__(self, settings: AssemblySettings, user_filters: Sequence[UserFilter] = ()) -> None:
+        """Check the settings; `user_filters` come on top of those that the settings name."""
         self._settings: Final = check_settings(settings)
-        self._user_filters: Final = tuple(user_filters)
+        self._user_filters: Final = (*load_filters(settings.user_filters), *user_filters)
 
     def initial(self) -> AssemblyState:
         return AssemblyState()
@@ -91,9 +93,11 @@ class AssemblyFold:
         waits_for = f"{len(state.waiting)} of {self._settings.groups_per_step} usable groups for step {state.next_step}"
         oldest = next(iter(state.open.values()), None)
         if oldest is not None:
+            missing = [str(slot) for slot in range(oldest.num_slots) if slot not in oldest.members]
             waits_for += (
-                f"; {len(state.open)} open, {oldest.group} has {len(oldest.members)} of {oldest.num_slots} slots"
-                + (f" until tick {oldest.deadline_tick}" if oldest.deadline_tick is not None else "")
+                f"; trajectory.ready of {len(state.open)} open groups: {oldest.group} misses slot {', '.join(missing[:4])} "
+                f"({len(missing)} of {oldest.num_slots}) since tick {oldest.opened_tick}"
+                + (f", until tick {oldest.deadline_tick}" if oldest.deadline_tick is not None else "")
             )
         if state.stall.warning:
             waits_for += f"; {state.stall.warning}"
@@ -117,6 +121,7 @@ class AssemblyFold:
                 stream=issued.stream,
                 num_slots=issued.num_slots,
                 evaluation=issued.evaluation,
+                opened_tick=state.tick,
                 deadline_tick=issued.deadline_tick,
             )
 

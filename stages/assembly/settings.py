@@ -57,6 +57,8 @@ class AssemblySettings(msgspec.Struct, frozen=True, kw_only=True):
     min_accuracy: float | None = None
     """Groups with a smaller share of solved slots are dropped."""
     max_accuracy: float | None = None
+    user_filters: tuple[str, ...] = ()
+    """Import paths `package.module:function` of further filters, see `filters.UserFilter`."""
     reward_bias: float = 0.0
     reward_scale: float = 1.0
     reward_clip: float | None = None
@@ -96,7 +98,7 @@ def check_settings(settings: AssemblySettings) -> AssemblySettings:
     try:
         check_aggregation(settings.aggregation, settings.aggregation_divisor)
     except ValueError as error:
-        raise ConfigError(f"algorithm.{error}") from error
+        raise ConfigError(f"assembly.{error}") from error
     return settings
 
 
@@ -157,27 +159,27 @@ def _check_bounds(settings: AssemblySettings) -> None:
         raise ConfigError(f"sampling.max_staleness: expected at least 0, found {settings.max_staleness}")
     clip = settings.reward_clip
     if clip is not None and not (math.isfinite(clip) and clip > 0.0):
-        raise ConfigError(f"algorithm.reward_clip: expected a finite number > 0, found {clip}")
+        raise ConfigError(f"assembly.reward_clip: expected a finite number > 0, found {clip}")
     overlong = settings.overlong
     if overlong is not None and not 0 < overlong.buffer_tokens <= overlong.max_tokens:
         raise ConfigError(
-            f"algorithm.overlong: expected 0 < buffer_tokens <= max_tokens, found {overlong.buffer_tokens} and {overlong.max_tokens}"
+            f"assembly.overlong: expected 0 < buffer_tokens <= max_tokens, found {overlong.buffer_tokens} and {overlong.max_tokens}"
         )
     for key, ddof in (
         ("reward_normalization", settings.reward_normalization.ddof),
         ("estimator", settings.estimator.ddof),
     ):
         if ddof not in (0, 1):
-            raise ConfigError(f"algorithm.{key}.ddof: expected 0 (population) or 1 (sample), found {ddof}")
+            raise ConfigError(f"assembly.{key}.ddof: expected 0 (population) or 1 (sample), found {ddof}")
     for key, eps in (
         ("reward_normalization", settings.reward_normalization.eps),
         ("estimator", settings.estimator.eps),
     ):
         if not (math.isfinite(eps) and eps >= 0.0):
-            raise ConfigError(f"algorithm.{key}.eps: expected a finite number >= 0, found {eps}")
+            raise ConfigError(f"assembly.{key}.eps: expected a finite number >= 0, found {eps}")
     if settings.reward_normalization.leave_one_out_std and settings.reward_normalization.std is not Level.GROUP:
         raise ConfigError(
-            "algorithm.reward_normalization.leave_one_out_std works within groups: "
+            "assembly.reward_normalization.leave_one_out_std works within groups: "
             f"expected std = group, found {settings.reward_normalization.std}"
         )
 

@@ -33,6 +33,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     stream: str
     num_slots: int
     evaluation: bool = False
+    opened_tick: int = 0
+    """The latest tick before its issue."""
     deadline_tick: int | None = None
     members: dict[int, Member] = {}
     """slot → what it gave, in the order of arrival."""

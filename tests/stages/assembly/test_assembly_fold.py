@@ -33,8 +33,9 @@ from stages.assembly.state import AssemblyState
 REINFORCE = EstimatorSettings(name=Estimator.REINFORCE)
 
 
-def outputs_of(messages, user_filters=(), **changes):
-    return fold_all(AssemblyFold(settings(**changes), user_filters), messages)[1]
+def outputs_of(messages, user_filters=(), user_filters_named=(), **changes):
+    fold = AssemblyFold(settings(user_filters=tuple(user_filters_named), **changes), user_filters)
+    return fold_all(fold, messages)[1]
 
 
 def test_it_is_a_fold():
@@ -164,6 +165,32 @@ def test_a_filter_of_the_user_sees_the_group_and_names_its_reason():
     (one,) = closed(outputs_of(whole_group(0, [1, 0]), [too_long]))
     assert one.reason == "filter:too_long"
     assert [slot.reward for slot in seen[0].slots] == [1, 0]
+
+
+def only_even(view: GroupView) -> str | None:
+    return None if int(view.group[1:]) % 2 == 0 else "odd"
+
+
+def wordless(view: GroupView):
+    return 3
+
+
+def test_filters_can_be_named_by_import_path():
+    messages = [*whole_group(0, [1, 0]), *whole_group(1, [1, 0])]
+    outputs = outputs_of(messages, user_filters_named=[f"{__name__}:only_even"])
+    assert [one.reason for one in closed(outputs)] == ["", "filter:odd"]
+
+
+def test_a_filter_that_returns_no_word_stops_the_fold():
+    with pytest.raises(ContractError, match="returned 3"):
+        outputs_of(whole_group(0, [1, 0]), user_filters_named=[f"{__name__}:wordless"])
+
+
+def test_training_changes_no_manifest():
+    messages = [m for ordinal in range(4) for m in whole_group(ordinal, [1, 0])]
+    alone = outputs_of(messages, groups_per_step=2)
+    beside = outputs_of([*messages[:4], trained(1), *messages[4:], trained(2)], groups_per_step=2)
+    assert [output.payloads for output in beside] == [output.payloads for output in alone]
 
 
 def test_a_group_without_a_token_to_train_is_dropped_as_masked():

@@ -5,6 +5,7 @@ from assembly_log import settings
 
 from schemas.errors import ConfigError
 from stages.assembly.advantages import Estimator, EstimatorSettings
+from stages.assembly.fold import AssemblyFold
 from stages.assembly.normalization import Level, Normalization
 from stages.assembly.rewards import Overlong
 from stages.assembly.settings import check_settings, least_groups, usable_minimum
@@ -63,6 +64,12 @@ def test_groups_of_one_slot_may_have_a_minimum_of_one():
 
 def test_a_dynamic_batch_may_end_in_a_smaller_mini_batch():
     check_settings(settings(groups_per_step=8, mini_batch_groups=3, dynamic_batch=True))
+
+
+@pytest.mark.parametrize("path", ["nowhere", "no.such.module:keep", "math:no_such_function", "math:pi"])
+def test_a_filter_that_can_t_be_loaded_is_refused(path):
+    with pytest.raises(ConfigError, match="user_filters"):
+        AssemblyFold(settings(user_filters=(path,)))
 
 
 def test_shares_are_whole_groups():

@@ -201,7 +201,7 @@ def test_nemo_rl_2700_too_small_for_the_minimum_it_is_dropped_and_counted():
 def test_nemo_rl_2700_the_missing_sibling_is_named_while_it_is_waited_for():
     fold = AssemblyFold(settings())
     state, _ = fold_all(fold, _nemo_rl_2700_messages()[:-1])
-    assert "g0000000 has 3 of 4 slots until tick 5" in fold.describe(state)[0]
+    assert "g0000000 misses slot 3 (1 of 4) since tick 0, until tick 5" in fold.describe(state)[0]
 
 
 def test_nemo_rl_2700_a_late_sibling_is_ignored_and_counted():
