@@ -221,7 +221,14 @@ class AssemblyFold:
         }
         manifest = build_manifest(batch, step, state.dropped, state.tallies, extra, settings)
         self._name_silent_streams(state)
-        state.last_step = manifest.stats
+        state.last_step = {
+            **manifest.stats,
+            **{
+                f"{stream}.{key}": value
+                for stream, found in manifest.stream_stats.items()
+                for key, value in found.items()
+            },
+        }
         state.dropped, state.tallies = [], {}
         state.ended_in_round = len(state.waiting)
         state.closed_while_short = 0

@@ -6,6 +6,7 @@ budget; rows that are longer than the budget are the caller's affair (`partition
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import Final
 
@@ -67,20 +68,21 @@ def light_ends(costs: Sequence[int], bins: Bins) -> Bins:
 
 
 def spread_out(tokens: Sequence[int], bins: Bins, num_bins: int) -> Bins:
-    """Exactly `num_bins` bins: the fullest are halved (longest rows dealt in turn), and what rows can't fill stays empty."""
+    """Exactly `num_bins` bins: the fullest is halved again and again, and what rows can't fill stays empty."""
     found = [list(members) for members in bins]
-    while len(found) < num_bins:
-        sums = bin_sums(tokens, found)
-        divisible = [index for index, members in enumerate(found) if len(members) > 1]
-        if not divisible:
-            found += [[] for _ in range(num_bins - len(found))]
-            break
-        fullest = max(divisible, key=lambda index: (sums[index], -index))
-        first, second = karmarkar_karp([tokens[item] for item in found[fullest]], 2)
-        members = found[fullest]
-        found[fullest] = [members[position] for position in first]
-        found.append([members[position] for position in second])
-    return found
+    heap = [(-sum(tokens[item] for item in members), index) for index, members in enumerate(found) if len(members) > 1]
+    heapq.heapify(heap)
+    while len(found) < num_bins and heap:
+        _, index = heapq.heappop(heap)
+        members = found[index]
+        halves = karmarkar_karp([tokens[item] for item in members], 2)
+        first, second = ([members[position] for position in half] for half in halves)
+        found[index] = first
+        found.append(second)
+        for half, place in ((first, index), (second, len(found) - 1)):
+            if len(half) > 1:
+                heapq.heappush(heap, (-sum(tokens[item] for item in half), place))
+    return found + [[] for _ in range(num_bins - len(found))]
 
 
 def _first_fit(tokens: Sequence[int], capacity: int, min_bins: int) -> Bins:

@@ -88,7 +88,7 @@ class AssemblyState(msgspec.Struct, kw_only=True):
     """Groups closed since the next step was only held up by a stream's least share."""
     stall: StallState = msgspec.field(default_factory=StallState)
     last_step: dict[str, float] = {}
-    """Stats of the latest step."""
+    """Stats of the latest step; those of a stream after its name and a dot."""
 
 
 def is_new(state: AssemblyState, ordinal: int) -> bool:

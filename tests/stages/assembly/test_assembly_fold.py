@@ -385,6 +385,13 @@ def test_figures_are_given_per_stream():
     assert manifest.stream_stats["math"]["target_slots"] == 5
 
 
+def test_figures_of_the_latest_step_are_gauges_too():
+    fold = AssemblyFold(settings())
+    state, _ = fold_all(fold, whole_group(0, [1, 0], stream="code"))
+    gauges = fold.describe(state)[1]
+    assert (gauges["reward_mean"], gauges["code.reward_mean"], gauges["next_step"]) == (0.5, 0.5, 2)
+
+
 def test_group_loss_weights_of_a_mini_batch_add_up_to_one():
     messages = [*whole_group(0, [1, 0, 1]), *whole_group(1, [1, 0])]
     (manifest,) = manifests(outputs_of(messages, groups_per_step=2))
