@@ -1,0 +1,50 @@
+"""Whether the reward that scores a stream is still the expected one: asked before a launch, remembered for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+
+from schemas.config_arena import StreamConfig
+from stages.clients.arena.client import ArenaClient
+from stages.clients.arena.errors import RewardDriftError
+from stages.clients.arena.wire import VersionedRef, check_reward
+
+
+class RewardGuard:
+    """Stops launches into a stream whose reward drifted."""
+
+    def __init__(
+        self, client: ArenaClient, *, max_age_s: float = 60.0, clock: Callable[[], float] = anyio.current_time
+    ) -> None:
+        self._client = client
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._seen: dict[str, tuple[float, VersionedRef | None]] = {}
+        self._lock = anyio.Lock()
+
+    async def check(self, stream: StreamConfig, row_reward: VersionedRef | None = None) -> None:
+        """Compare the expected reward with the row's, where it has one, and with the live stream's.
+
+        Raises:
+            RewardDriftError: One of them is another reward.
+            ArenaError: The stream can't be read.
+        """
+        if stream.expected_reward_ref is None:
+            return
+        found = [("live stream", await self._live(stream.stream_id))]
+        if row_reward is not None:
+            found.append(("row", row_reward))
+        problem = check_reward(stream.name, stream.expected_reward_ref, *found)
+        if problem is not None:
+            raise RewardDriftError(f"{problem}; nothing is launched. Pin the new version or restore the old one")
+
+    async def _live(self, stream_id: str) -> VersionedRef | None:
+        async with self._lock:
+            seen = self._seen.get(stream_id)
+            if seen is not None and self._clock() - seen[0] < self._max_age_s:
+                return seen[1]
+            reward = (await self._client.get_stream(stream_id)).reward
+            self._seen[stream_id] = (self._clock(), reward)
+            return reward
