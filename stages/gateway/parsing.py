@@ -175,7 +175,7 @@ class TaggedParser:
         return [CallStarted(index, self._new_call_id(), call[0]), CallArguments(index, call[1])]
 
 
-def _pieces(kind: type[Reasoning] | type[Text], text: str) -> list[Event]:
+def _pieces(kind: type[Reasoning | Text], text: str) -> list[Event]:
     return [kind(text)] if text else []
 
 
@@ -249,8 +249,8 @@ def read_coder(body: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
 
 
 def _one_newline_less(value: str) -> str:
-    value = value[1:] if value.startswith("\n") else value
-    return value[:-1] if value.endswith("\n") else value
+    value = value.removeprefix("\n")
+    return value.removesuffix("\n")
 
 
 def _typed(value: str, kind: object) -> object:

@@ -79,55 +79,57 @@ class _Server(uvicorn.Server):
 
 
 def guarded_protocol(limits: GatewayLimits) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with a deadline and a bound for headers, which it has not."""
+    """The server's protocol with a deadline and a bound for headers."""
+    return type("Guarded", (_Guarded,), {"deadline_s": limits.header_deadline_s, "max_bytes": limits.max_header_bytes})
 
-    class Guarded(HttpToolsProtocol):
-        deadline_s: ClassVar[float] = limits.header_deadline_s
-        max_bytes: ClassVar[int] = limits.max_header_bytes
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: uvicorn's own signature, passed on
-            super().__init__(*args, **kwargs)
-            self._timer: asyncio.TimerHandle | None = None
-            self._in_headers = True
-            self._header_bytes = 0
+class _Guarded(HttpToolsProtocol):
+    """Adds what uvicorn has not: headers must come within a deadline and a bound."""
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._await_headers()
+    deadline_s: ClassVar[float]
+    max_bytes: ClassVar[int]
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
-            super().connection_lost(exc)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: uvicorn's own signature, passed on
+        super().__init__(*args, **kwargs)
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_headers = True
+        self._header_bytes = 0
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self._in_headers:
-                self._header_bytes += len(data)
-                if self._header_bytes > self.max_bytes:
-                    self.transport.write(_HEADERS_TOO_LARGE)
-                    self.transport.close()
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] - as uvicorn narrows it
+        super().connection_made(transport)
+        self._await_headers()
 
-        def on_message_begin(self) -> None:
-            self._await_headers()
-            super().on_message_begin()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
 
-        def on_headers_complete(self) -> None:
-            self._stop_timer()
-            self._in_headers = False
-            super().on_headers_complete()
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_headers:
+            self._header_bytes += len(data)
+            if self._header_bytes > self.max_bytes:
+                self.transport.write(_HEADERS_TOO_LARGE)
+                self.transport.close()
 
-        def on_message_complete(self) -> None:
-            super().on_message_complete()
-            self._in_headers, self._header_bytes = True, 0
+    def on_message_begin(self) -> None:
+        self._await_headers()
+        super().on_message_begin()
 
-        def _await_headers(self) -> None:
-            self._stop_timer()
-            self._in_headers = True
-            self._timer = self.loop.call_later(self.deadline_s, self.transport.abort)
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._in_headers = False
+        super().on_headers_complete()
 
-        def _stop_timer(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_headers, self._header_bytes = True, 0
 
-    return Guarded
+    def _await_headers(self) -> None:
+        self._stop_timer()
+        self._in_headers = True
+        self._timer = self.loop.call_later(self.deadline_s, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

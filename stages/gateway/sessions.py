@@ -195,7 +195,7 @@ class SessionBook:
         if len(self._ended) > self._settings.limits.max_ended_sessions:
             self._ended.popitem(last=False)
 
-    def _log_deadline(self) -> "_LogDeadline":
+    def _log_deadline(self) -> _LogDeadline:
         return _LogDeadline(self._settings.limits.peer_deadline_s + self._settings.limits.record_deadline_s)
 
 

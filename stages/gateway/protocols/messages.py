@@ -166,11 +166,14 @@ def to_blocks(message: Message) -> list[dict[str, object]]:
     if message.role == "tool":
         content = [{"type": "text", "text": text} for text in message.texts]
         result: dict[str, object] = {"type": "tool_result", "tool_use_id": message.call_id, "content": content}
-        return [{**result, "is_error": True} if message.is_error else result]
+        if message.is_error:
+            result["is_error"] = True
+        return [result]
     if message.reasoning:
         blocks.append(thinking_block(message.reasoning))
-    blocks += [{"type": "text", "text": text} for text in message.texts]
-    return blocks + [tool_use_block(call) for call in message.calls]
+    blocks.extend({"type": "text", "text": text} for text in message.texts)
+    blocks.extend(tool_use_block(call) for call in message.calls)
+    return blocks
 
 
 def to_conversation(messages: Sequence[Message]) -> dict[str, object]:

@@ -95,7 +95,7 @@ class BlockStream:
                 self._reasoning.append(text)
                 return opened + self._delta("thinking_delta", "thinking", text)
             case CallStarted(_, call_id, name):
-                block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                block: dict[str, object] = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
                 return self.close() + self._enter("tool_use", block)
             case CallArguments(_, text):
                 return self._delta("input_json_delta", "partial_json", text)

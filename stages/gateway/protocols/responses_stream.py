@@ -179,7 +179,7 @@ class _Items:
 
     def _begin_reasoning(self) -> bytes:
         self._open = "reasoning"
-        item = {"id": self._id, "type": "reasoning", "summary": []}
+        item: dict[str, object] = {"id": self._id, "type": "reasoning", "summary": []}
         return self._added(item) + self._send(
             "reasoning_summary_part.added", summary_index=0, part={"type": "summary_text", "text": ""}
         )
@@ -204,7 +204,7 @@ class _Items:
 
     def _end_message(self, text: str) -> bytes:
         self._open = "message"
-        item = {
+        item: dict[str, object] = {
             "id": self._id,
             "type": "message",
             "status": "completed",

@@ -1,8 +1,8 @@
 """The first thing a user sees: a session, calls, tokens on the log."""
 
+import httpx
 import msgspec
 from gateway_fakes import IM_END, TOKENIZER, FakeEngine, house, served
-import httpx
 
 
 async def test_a_second_turn_reuses_the_ids_of_the_first_and_renders_only_what_is_new():
