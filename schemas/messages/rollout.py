@@ -215,6 +215,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """The raw score, before transforms."""
     reward: float | None = None
     """The slot's training reward; None when rejected."""
+    rewards_per_completion: bool = False
+    """Rewards were mapped to single completions, so rows of the slot may have different ones; otherwise that is an error."""
     solved: bool = False
     evaluation: bool = False
     num_interactions: int = 0

@@ -142,7 +142,8 @@ def _check_rows(trajectory: Trajectory, settings: AssemblySettings) -> None:
             f"{where}: row {other.row} was sampled at temperature {other.temperature:g}, the step is scored at rollout.temperature = "
             f"{settings.temperature:g}; log-probs of two temperatures can't be compared. Keep calls with settings of their own out of training"
         )
-    if _differ(rows) and not any(row.turn_rewards for row in rows):
+    mapped = trajectory.rewards_per_completion or any(row.turn_rewards for row in rows)
+    if _differ(rows) and not mapped:
         rewards = ", ".join(f"{row.reward:g}" for row in rows[:4])
         raise ContractError(
             f"{where}: its rows have different rewards ({rewards} …) and no turn rewards that explain them; give one reward a slot, or "

@@ -4,6 +4,7 @@ import math
 import random
 from itertools import chain
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -105,6 +106,13 @@ def test_slime_2300_different_rewards_inside_a_slot_need_rewards_per_completion(
     rows = [row(0, 0, 0, reward=1.0), row(0, 0, 1, reward=0.0)]
     with pytest.raises(ContractError, match="different rewards"):
         fold_all(AssemblyFold(settings()), [issued(0), trajectory(0, 0, 1.0, rows=rows)])
+
+
+def test_slime_2300_a_discounted_score_may_differ_by_row_when_it_is_mapped_to_completions():
+    rows = [row(0, 0, 0, reward=0.5), row(0, 0, 1, reward=1.0)]
+    mapped = msgspec.structs.replace(trajectory(0, 0, 1.0, rows=rows), rewards_per_completion=True)
+    messages = [issued(0, slots=2), mapped, trajectory(0, 1, 0.0)]
+    assert list(advantages_of(messages, 1, CENTRED).values()) == [0.0, 0.5, -0.5]
 
 
 def test_slime_2300_rewards_per_completion_are_used_row_by_row():
