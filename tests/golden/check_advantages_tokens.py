@@ -258,15 +258,17 @@ def check_pipeline(case: Case) -> None:
     truncated = lengths == mask.shape[1]
     group_R, num_groups = _groups(case, mask.shape[0])
     reward_R = _pipeline_rewards(case, truncated, group_R, num_groups)
-    old = _rolled(_tensor(case, "logprobs"))
+    old = _behaviour_policy(case)
     _check_logprobs(case, mask, old)
-    kl = _pipeline_kl(case, mask, at)
+    kl = _pipeline_kl(case, mask, at, old)
     rewards = kl.clone()
     outcome = torch.where(truncated & bool(params["mask_no_eos_with_zero"]), 0, reward_R)
     place = torch.where(truncated, mask.shape[1] - 2, lengths.long() - 2)
     rewards[torch.arange(len(outcome)), place] += outcome
     values = _tensor(case, "values") if inputs.get("values") is not None else torch.zeros_like(rewards)
-    assert params["gae_timestep_unit"] == "token"
+    unit = params["gae_timestep_unit"]
+    assert unit in {"token", "turn"}, unit
+    turns = _rolled(_tensor(case, "turn_ids").long()) if unit == "turn" else None
     found = _rolled_gae(
         rewards,
         values,
@@ -274,7 +276,7 @@ def check_pipeline(case: Case) -> None:
         discount=number(params, "discount"),
         lam=number(params, "gae_lambda"),
         truncated=truncated,
-        turns=None,
+        turns=turns,
     )
     assert_close(kl, expected["kl_rewards"], case, "token", "kl rewards", where=mask)
     assert_close(rewards, expected["tot_rewards"], case, "token", "rewards", where=mask)
@@ -317,15 +319,22 @@ def _pipeline_rewards(case: Case, truncated: Tensor, group_R: Tensor, num_groups
     return reward_R.float()
 
 
-def _pipeline_kl(case: Case, mask: Tensor, at: Layout) -> Tensor:
+def _behaviour_policy(case: Case) -> Tensor:
+    """The sampler's log-probs; the recomputed ones take their place where the loss is not decoupled."""
+    params, inputs = case.params, case.inputs
+    if params["recompute_logprob"] and not params["use_decoupled_loss"]:
+        inputs.without_effect("logprobs")
+        return _tensor(case, "prox_logp")
+    inputs.without_effect("prox_logp")
+    return _rolled(_tensor(case, "logprobs"))
+
+
+def _pipeline_kl(case: Case, mask: Tensor, at: Layout, old: Tensor) -> Tensor:
     """−coef·KL of the behaviour policy to the reference, on trained tokens."""
     coef, estimator = number(case.params, "kl_ctl"), str(case.params["kl_estimator"])
-    old = _rolled(_tensor(case, "logprobs"))
     given = case.inputs.get("ref_logp")
-    if given is None:
-        assert coef == 0, "a KL reward needs a reference model"
-        return torch.zeros_like(old)
-    ref = torch.as_tensor(array(given), dtype=old.dtype)
+    # Without a reference model the reference's log-probs are 0 there; here a reward without one can't be asked for.
+    ref = torch.zeros_like(old) if given is None else torch.as_tensor(array(given), dtype=old.dtype)
     estimate = KlEstimate(estimator=estimator, result_clamp=10.0)
     found_T = kl_rewards(old.reshape(-1), ref.reshape(-1), mask.reshape(-1), coef=coef, estimate=estimate)
     return found_T.reshape(at.shape)

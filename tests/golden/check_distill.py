@@ -23,8 +23,9 @@ def check_distill(case: Case) -> None:
         dual_clip=maybe(params, "c_clip"),
     )
     assert params["prox_logp_method"] == "recompute"
+    params.without_effect("use_decoupled_loss")  # the proximal policy is given either way
     threshold = maybe(params, "m2_threshold")
-    proximal = "recompute" if params["use_decoupled_loss"] or threshold is not None else "none"
+    proximal = "recompute"
     teacher = Distillation(coef=number(params, "distill_loss_weight"), rl_weight=number(params, "rl_loss_weight"))
     config = LossConfig(method=method, proximal=proximal, m2po_threshold=threshold, distillation=teacher)
     batch = LossBatch(

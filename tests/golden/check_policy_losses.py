@@ -18,9 +18,11 @@ from stages.learning.losses.config import LossConfig
 from stages.learning.losses.errors import LossConfigError
 from stages.learning.losses.gspo import Gspo
 from stages.learning.losses.importance import BehaviourWeight, Filter, admit
+from stages.learning.losses.kl import KlEstimate, kl_estimate
 from stages.learning.losses.methods import Method
 from stages.learning.losses.minibatch import m2po_cutoff
 from stages.learning.losses.ppo import Ppo
+from stages.learning.losses.proximal import approximation_errors
 from stages.learning.losses.sapo import Sapo
 from stages.learning.rows import Rows
 
@@ -212,11 +214,33 @@ def check_rejection(case: Case) -> None:
         filters=(one,),
         weight=weight,
     )
-    assert np.array_equal(at.back(found.keep_T).numpy(), array(case.expected["loss_mask"]).astype(bool))
-    where = at.back(mask_T)
-    assert_close(at.back(found.weight_T), case.expected["behave_imp_weight"], case, "token", "weight", where=where)
-    share = float(found.changed_T.sum()) / max(int(mask_T.sum()), 1)
-    assert_close(share, case.expected["filtered_fraction"], case, "metric", "filtered fraction")
+    infinite_T = _infinite_ratios(case, at, mask_T, one)
+    same = at.back(~infinite_T)
+    want_mask = torch.as_tensor(array(case.expected["loss_mask"])).bool()
+    assert torch.equal(at.back(found.keep_T)[same], want_mask[same])
+    assert_close(
+        at.back(found.weight_T),
+        case.expected["behave_imp_weight"],
+        case,
+        "token",
+        "weight",
+        where=at.back(mask_T) & same,
+    )
+    if not infinite_T.any():
+        share = float(found.changed_T.sum()) / max(int(mask_T.sum()), 1)
+        assert_close(share, case.expected["filtered_fraction"], case, "metric", "filtered fraction")
+    else:
+        case.expected.without_effect("filtered_fraction")
+        assert bool(found.changed_T[infinite_T].all())
+
+
+def _infinite_ratios(case: Case, at: Layout, mask_T: Tensor, one: Filter) -> Tensor:
+    """Trained tokens that a single infinite log-prob decides: the reference reads their ratio as 1, here it stays infinite or 0."""
+    prox_T, old_T = at.floats(case.inputs["proximal_logprobs"]), at.floats(case.inputs["old_logprobs"])
+    infinite_T = mask_T & (prox_T - old_T).isinf()
+    if one.metric != "ratio" or one.level == "token":
+        return infinite_T if one.metric == "ratio" else torch.zeros_like(infinite_T)
+    return mask_T & at.rows.spread(at.rows.count(infinite_T) > 0)
 
 
 def check_m2po_mask(case: Case) -> None:
@@ -274,11 +298,18 @@ def _end_to_end_config(params: Fields) -> LossConfig:
     else:
         method = _ppo_method(params)
     threshold = maybe(params, "m2_threshold")
-    decoupled, proximal = bool(params["use_decoupled_loss"]), str(params["prox_logp_method"])
+    decoupled = bool(params["use_decoupled_loss"])
+    # "metrics" recomputes, and reports the approximations beside it.
+    names = {"metrics": "recompute", "reuse_train_logp": "reuse_train"}
+    given = str(params["prox_logp_method"])
+    # SAPO is measured from the behaviour policy; the others get whatever proximal policy they are given.
+    sapo = bool(params["use_sapo_loss"])
+    assert not (sapo and decoupled)
+    proximal = "none" if sapo else names.get(given, given)
     return msgspec.convert(
         {
             "method": msgspec.to_builtins(method),
-            "proximal": proximal if decoupled or threshold is not None else "none",
+            "proximal": proximal,
             "filters": msgspec.to_builtins(filters),
             "behaviour_weight": weight,
             "m2po_threshold": threshold,
@@ -316,6 +347,7 @@ def _check_reported(case: Case, outcome: Outcome, at: Layout) -> None:
         "sapo_scaled_gate_pos": extra.get("sapo_gate_pos"),
         "sapo_scaled_gate_neg": extra.get("sapo_gate_neg"),
     }
+    values |= _approximations(case, outcome, at)
     denominators = {"n_valid_tokens": keep_T, "clipped_tokens": clipped_T, "unclipped_behave_tokens": keep_T}
     means = case.expected["reported_means"]
     assert isinstance(means, Fields)
@@ -330,6 +362,45 @@ def _check_reported(case: Case, outcome: Outcome, at: Layout) -> None:
     _check_reported_scalars(case, outcome)
 
 
+def _approximations(case: Case, outcome: Outcome, at: Layout) -> dict[str, Tensor]:
+    """Reported beside the loss where versions are given: what approximations of the proximal policy would have been, and the drift."""
+    terms = outcome.terms
+    new_T, old_T = terms.logp_T, terms.old_logp_T
+    found = {
+        "kl_div_direct": kl_estimate(old_T, new_T, KlEstimate(estimator="k1")),
+        "kl_div_taylor": kl_estimate(new_T, old_T, KlEstimate(estimator="k2")),
+        "kl_div_dual": kl_estimate(old_T, new_T, KlEstimate(estimator="k3")),
+    }
+    if case.inputs.get("versions") is None or case.params.get("current_version") is None:
+        return found
+    versions_T, current = at.ints(case.inputs["versions"]), int(number(case.params, "current_version"))
+    for position in terms.keep_T.nonzero().squeeze(-1).tolist():
+        one_T = torch.zeros_like(terms.keep_T)
+        one_T[position] = True
+        errors = approximation_errors(
+            terms.anchor_logp_T, new_T, old_T, one_T, versions_T=versions_T, current_version=current
+        )
+        for key, stat in errors.items():
+            found.setdefault(key, torch.zeros_like(new_T))[position] = stat.mean()
+    return found
+
+
+def _staleness(case: Case, outcome: Outcome) -> dict[str, float]:
+    if case.inputs.get("versions") is None or case.params.get("current_version") is None:
+        return {}
+    current = int(number(case.params, "current_version"))
+    versions = outcome.at.ints(case.inputs["versions"])[outcome.terms.keep_T]
+    versions = versions[versions >= 0].double()
+    found: dict[str, float] = {"v_theta": current, "v_proximal": current - 1, "n_valid_generated_tokens": len(versions)}
+    for name, reference in {"theta": current, "proximal": current - 1}.items():
+        stale = reference - versions
+        found |= {
+            f"sample_staleness_{name}_{key}": float(value)
+            for key, value in {"avg": stale.mean(), "max": stale.max(), "min": stale.min()}.items()
+        }
+    return found
+
+
 def _check_reported_scalars(case: Case, outcome: Outcome) -> None:
     terms = outcome.terms
     narrowed_T = _narrowed(outcome)
@@ -341,6 +412,7 @@ def _check_reported_scalars(case: Case, outcome: Outcome) -> None:
         "n_masked_tokens": total - valid,
         "masked_token_ratio": (total - valid) / total,
         "rs_filtered_fraction": dropped / max(valid, 1),
+        **_staleness(case, outcome),
     }
     scalars = case.expected["reported_scalars"]
     assert isinstance(scalars, Fields)

@@ -29,7 +29,8 @@ class Layout:
     def floats(self, value: object) -> Tensor:
         """A token array, or one value per row spread over its tokens."""
         tensor = torch.as_tensor(array(value), dtype=self.dtype)
-        return self.rows.spread(tensor) if tensor.shape == (self.rows.num_rows,) != self.shape else tensor.reshape(-1)
+        one_per_row = tensor.shape != self.shape and tensor.numel() == self.rows.num_rows
+        return self.rows.spread(tensor.reshape(-1)) if one_per_row else tensor.reshape(-1)
 
     def mask(self, value: object) -> Tensor:
         return torch.as_tensor(array(value)).reshape(-1).bool()

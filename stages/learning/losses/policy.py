@@ -138,6 +138,7 @@ def statistics(terms: Terms, batch: LossBatch) -> dict[str, Stat]:
         "kl_to_reference": terms.kl_T,
         "teacher_gap": terms.teacher_gap_T,
         "entropy": None if batch.entropy_T is None else _clean(batch.entropy_T, terms.mask_T),
+        "staleness": _staleness(batch),
     }
     over_trained |= {name: value for name, value in optional.items() if value is not None}
     found = {name: _sum(value, terms.mask_T) for name, value in over_trained.items()}
@@ -145,6 +146,13 @@ def statistics(terms: Terms, batch: LossBatch) -> dict[str, Stat]:
     found["clipped_logp"] = _sum(terms.logp_T, keep_T & method.clipped_T)
     found["clipped_old_logp"] = _sum(terms.old_logp_T, keep_T & method.clipped_T)
     return found
+
+
+def _staleness(batch: LossBatch) -> Tensor | None:
+    """Versions between the one that sampled a token and the one that its update starts from."""
+    if batch.versions_T is None or batch.current_version is None:
+        return None
+    return batch.current_version - 1 - batch.versions_T
 
 
 def _detached(method: Surrogate) -> Surrogate:
