@@ -17,7 +17,7 @@ import msgspec
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Scalar = str | int | float | bool | list[str] | list[int] | list[float]
+Scalar = str | int | float | bool | list[str | int | float]
 
 
 class ArenaConfigError(ValueError):
