@@ -1,7 +1,8 @@
 """Benchmark of group assembly: folding, restart, partition, memory, each on one core.
 
-The lengths of the partition case are drawn once from a fixed seed, so that the reference systems' figures below, which were measured with the same
-lengths and number of ranks, can stand beside ours. Knows assembly and messages; needs no broker.
+The lengths of the partition case are drawn once from a fixed seed, so that the reference systems' figures below,
+which were measured with the same lengths and number of ranks, can stand beside ours. Knows assembly and messages;
+needs no broker.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ REFERENCES: Final = {
     "verl_greedy_equal_size_max_over_mean": 1.7213,
 }
 REFERENCE_SOURCE: Final = (
-    "areal-project/AReaL cbff54d6 areal/utils/seqpack.py (balanced_greedy_partition, _kk_partition, ffd_allocate) and verl-project/verl "
-    "1dda039b verl/utils/seqlen_balancing.py (get_seqlen_balanced_partitions, greedy_partition), run on the lengths of `partition_lengths` over "
-    "512 bins, Python 3.11, one core of an Intel Xeon; without numba. They deal rows to ranks; ours also parts siblings and packs "
-    "micro-batches"
+    "areal-project/AReaL cbff54d6 areal/utils/seqpack.py (balanced_greedy_partition, _kk_partition, ffd_allocate) and
+    verl-project/verl " "1dda039b verl/utils/seqlen_balancing.py (get_seqlen_balanced_partitions, greedy_partition),
+    run on the lengths of `partition_lengths` over " "512 bins, Python 3.11, one core of an Intel Xeon; without numba.
+    They deal rows to ranks; ours also parts siblings and packs " "micro-batches"
 )
 
 
@@ -171,7 +172,9 @@ def _restart() -> dict[str, float]:
 
 
 def _memory() -> dict[str, float]:
-    """Traced bytes of the state with 192, 384 and 768 open groups, and its checkpoint after all of them ended in whole steps."""
+    """Traced bytes of the state with 192, 384 and 768 open groups, and its checkpoint after all of them ended in
+    whole steps.
+    """
     found: dict[str, float] = {}
     for open_groups in (192, 384, 768):
         tracemalloc.start()

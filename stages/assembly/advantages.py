@@ -1,8 +1,9 @@
 """Advantage estimators that need no token values: one affine map per slot, from statistics over the slots that exist.
 
-Every estimator gives a slot a `Line`; the advantage of the slot, of each of its rows and of each of its turns is that line at its
-value. So a slot votes once however many rows it gave, and turns keep their own rewards. A group of one has advantage 0 wherever the
-baseline is the group's. `gae` needs a critic's values: its line is the identity, the trainer turns rewards into advantages.
+Every estimator gives a slot a `Line`; the advantage of the slot, of each of its rows and of each of its turns is that
+line at its value. So a slot votes once however many rows it gave, and turns keep their own rewards. A group of one
+has advantage 0 wherever the baseline is the group's. `gae` needs a critic's values: its line is the identity, the
+trainer turns rewards into advantages.
 
     grpo                   (r - mean) / (std + eps)                          Shao et al. 2024
     dr_grpo                r - mean                                          Liu et al. 2025
@@ -122,7 +123,9 @@ def whitening(values: Sequence[float], counts: Sequence[int]) -> Line:
 
 
 def _whitened(groups: Groups, num_loss_tokens: Sequence[Sequence[int]], lines: list[list[Line]]) -> list[list[Line]]:
-    """Whitened over all trained tokens of the batch, each slot counting its own. A group of one neither votes nor moves."""
+    """Whitened over all trained tokens of the batch, each slot counting its own. A group of one neither votes nor
+    moves.
+    """
     voters = [
         (line.at(value), count)
         for slots in zip(lines, groups, num_loss_tokens, strict=True)

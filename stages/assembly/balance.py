@@ -1,6 +1,7 @@
 """Splitting costs over a fixed number of bins: Karmarkar-Karp, longest first, contiguous. Deterministic, integers only.
 
-Bins are lists of item indices. `balanced_kk` and `balanced_lpt` give every bin the same number of items (max - min <= 1). Knows no rank and no row.
+Bins are lists of item indices. `balanced_kk` and `balanced_lpt` give every bin the same number of items (max - min <=
+1). Knows no rank and no row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ def bin_sums(costs: Sequence[int], bins: Bins) -> list[int]:
 
 
 def karmarkar_karp(costs: Sequence[int], num_bins: int) -> Bins:
-    """Largest differencing (Karmarkar, Karp 1982; Korf 2009): any number of items a bin, none where items are too few."""
+    """Largest differencing (Karmarkar, Karp 1982; Korf 2009): any number of items a bin, none where items are too
+    few.
+    """
     ascending = sorted(range(len(costs)), key=lambda index: (costs[index], index))
     empty: list[_Set] = [(0, 0, ())] * (num_bins - 1)
     return _difference([[(costs[index], 1, (index,)), *empty] for index in ascending], num_bins)
@@ -93,7 +96,8 @@ def balanced_lpt(costs: Sequence[int], num_bins: int) -> Bins:
 def contiguous(costs: Sequence[int], num_bins: int) -> list[tuple[int, int]]:
     """[start, end) ranges of neighbours, none empty, with the least difference between the heaviest and the lightest.
 
-    Exact: every prefix keeps all (heaviest, lightest) pairs that no other beats in both. For short lists: the time grows with n² · bins.
+    Exact: every prefix keeps all (heaviest, lightest) pairs that no other beats in both. For short lists: the time
+    grows with n² · bins.
 
     Raises:
         ValueError: fewer items than bins.

@@ -1,7 +1,8 @@
 """The numbers of a step: rewards, advantages and loss weights of its rows, from the groups alone.
 
-Groups stand in the order of issue, slots and rows by number: the same membership gives the same bytes whatever the order of arrival was.
-A slot votes with its own reward; its line then maps the reward of each of its rows and turns. Float64; knows no token, no payload, no step number.
+Groups stand in the order of issue, slots and rows by number: the same membership gives the same bytes whatever the
+order of arrival was. A slot votes with its own reward; its line then maps the reward of each of its rows and turns.
+Float64; knows no token, no payload, no step number.
 """
 
 from __future__ import annotations

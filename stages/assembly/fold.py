@@ -1,12 +1,13 @@
 """Assembly as a fold over the log: groups open, fill, close, wait and become steps.
 
-    group.issued ──▶ open ──all slots ended, or the deadline's tick──▶ closed ──rules──▶ waiting ──enough──▶ step.assembled
-                       ▲                                                  │                 │
-         trajectory.ready                                       group.closed (usable or not)  too old ──▶ dropped, in the step before's message
+    group.issued ──▶ open ──all slots ended, or the deadline's tick──▶ judged ──▶ waiting ──enough──▶ step.assembled
+                      ▲                                                  │          │
+              trajectory.ready                              group.closed (usable    └─too old──▶ dropped, named in
+                                                            or not, with reason)                 the step before
 
-Every issued group ends in exactly one of trained, dropped (reason) or open. What has ended leaves the state. Time enters as ticks only. Training moves
-counts and nothing else: another trainer may assemble from the same trajectories in a run of its own and gets the same manifests. This module must not know
-a clock, a broker or a token.
+Every issued group ends in exactly one of trained, dropped (reason) or open. What has ended leaves the state. Time
+enters as ticks only. Training moves counts and nothing else: another trainer may assemble from the same trajectories
+in a run of its own and gets the same manifests. This module must not know a clock, a broker or a token.
 """
 
 from __future__ import annotations

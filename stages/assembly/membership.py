@@ -1,4 +1,4 @@
-"""Who is in: a trajectory into its group, stale slots out of it, waiting groups into the next step. Pure rules of the fold."""
+"""Who is in: a trajectory into its group, stale slots out of it, waiting groups into the next step. Pure rules."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def admit(trajectory: Trajectory, group: Group, settings: AssemblySettings) -> M
     """What a slot gave, as a member of its group.
 
     Raises:
-        ContractError: a slot outside the group, more rows than `rows_per_slot` allows, rows of one slot with different rewards that no
-            turn rewards explain, or a row of another temperature.
+        ContractError: a slot outside the group, more rows than `rows_per_slot` allows, rows of one slot with different
+            rewards that no turn rewards explain, or a row of another temperature.
     """
     slot = trajectory.slot
     if not 0 <= slot < group.num_slots:
@@ -84,7 +84,8 @@ def choose(state: AssemblyState, settings: AssemblySettings) -> Chosen | None:
 
 
 def refuse_lone_members(groups: Sequence[Group], settings: AssemblySettings) -> None:
-    """Stop where every group of a step has one usable slot of several: siblings are not found as such, or nearly everything fails.
+    """Stop where every group of a step has one usable slot of several: siblings are not found as such, or nearly
+    everything fails.
 
     Raises:
         ContractError: so it is, and no explicit min_usable_group_size = 1 accepts it.
@@ -98,8 +99,8 @@ def refuse_lone_members(groups: Sequence[Group], settings: AssemblySettings) -> 
 
 
 def _with_shares(state: AssemblyState, waiting: list[Group], settings: AssemblySettings) -> Chosen | None:
-    """First each stream's least share, then whoever closed first. A stream that falls short is waited for while it has open groups, and no
-    longer than a round of closed groups: it must not hold up the others for ever.
+    """First each stream's least share, then whoever closed first. A stream that falls short is waited for while it
+    has open groups, and no longer than a round of closed groups: it must not hold up the others for ever.
     """
     picked: dict[str, Group] = {}
     missing = 0
@@ -133,8 +134,8 @@ def _check_rows(trajectory: Trajectory, settings: AssemblySettings) -> None:
     if settings.rows_per_slot is RowsPerSlot.ONE and len(rows) > 1:
         raise ContractError(
             f"{where} gave {len(rows)} rows, assembly.rows_per_slot = one allows a single one. Remedies: allow any number "
-            "(assembly.rows_per_slot = any); let the agent keep one growing conversation (no context compaction, no sub-agents); or "
-            "export whole chains (reward.export = concat)"
+            "(assembly.rows_per_slot = any); let the agent keep one growing conversation (no context compaction, no
+            sub-agents); or " "export whole chains (reward.export = concat)"
         )
     other = next((row for row in rows if row.num_loss_tokens and row.temperature != settings.temperature), None)
     if other is not None:

@@ -1,7 +1,8 @@
 """Means and deviations of sets of rewards: exact under any order, honest about sets of one and sets without spread.
 
-Sums are `math.fsum` (correctly rounded, so the order of arrival can't show). Spread is decided by max - min of the values
-themselves, never by a computed deviation: rounding residue of a constant set must not be divided by. Knows no group and no message.
+Sums are `math.fsum` (correctly rounded, so the order of arrival can't show). Spread is decided by max - min of the
+values themselves, never by a computed deviation: rounding residue of a constant set must not be divided by. Knows no
+group and no message.
 """
 
 from __future__ import annotations

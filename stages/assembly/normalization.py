@@ -1,7 +1,7 @@
-"""Reward normalisation: (value - mean) / (std + eps), mean and std over the batch, the group or nothing, each on its own.
+"""Reward normalisation: (value - mean) / (std + eps), each of mean and std over the batch, the group or nothing.
 
-Every slot gets a `Line`, the affine map that its value, its rows' values and its turns' values go through: statistics are taken
-over slots, one vote each, and the map is then applied to whatever the slot gave. Knows no message.
+Every slot gets a `Line`, the affine map that its value, its rows' values and its turns' values go through: statistics
+are taken over slots, one vote each, and the map is then applied to whatever the slot gave. Knows no message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Normalization(msgspec.Struct, frozen=True, kw_only=True):
     leave_one_out: bool = False
     """Each slot's mean is that of the others."""
     leave_one_out_std: bool = False
-    """Each slot's std is that of the others around their own mean; where they have no spread the difference is kept undivided."""
+    """Each slot's std is that of the others around their own mean; where they have no spread the difference is kept
+    undivided.
+    """
     ddof: int = 1
     """0: population, 1: sample."""
     eps: float = 1e-6

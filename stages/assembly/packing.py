@@ -1,7 +1,8 @@
 """Micro-batches under a token budget: first-fit-decreasing, or Karmarkar-Karp over the fewest that can hold it.
 
-Rows have two numbers: tokens, which the budget bounds, and cost, which is balanced (the tokens themselves unless given). Deterministic. A bin never exceeds the
-budget; rows that are longer than the budget are the caller's affair (`partition`). Knows no rank.
+Rows have two numbers: tokens, which the budget bounds, and cost, which is balanced (the tokens themselves unless
+given). Deterministic. A bin never exceeds the budget; rows that are longer than the budget are the caller's affair
+(`partition`). Knows no rank.
 """
 
 from __future__ import annotations

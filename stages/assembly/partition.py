@@ -1,9 +1,11 @@
-"""Rows to ranks and micro-batches: a pure function of the manifest, the number of ranks and the budget, run by every rank itself.
+"""Rows to ranks and micro-batches: a pure function of manifest, ranks and budget that every rank runs itself.
 
-    mini-batch ──KK or LPT──▶ one bin a rank (equal numbers of rows) ──FFD under the budget──▶ micro-batches, as many on every rank
+    mini-batch ──KK or LPT──▶ one bin a rank, equal numbers of rows
+               ──FFD under the budget──▶ micro-batches, as many on every rank
 
-A rank with fewer gets more, smaller micro-batches, and empty ones when its rows run out: it computes a zero contribution there and meets the
-others in every collective. Loss weights are global, so nothing here changes a loss. Over-long rows are alone or refused. Knows no tensor and no process group.
+A rank with fewer gets more, smaller micro-batches, and empty ones when its rows run out: it computes a zero
+contribution there and meets the others in every collective. Loss weights are global, so nothing here changes a loss.
+Over-long rows are alone or refused. Knows no tensor and no process group.
 """
 
 from __future__ import annotations
@@ -138,7 +140,9 @@ def partition_manifest(manifest: Manifest, num_ranks: int, settings: PartitionSe
 
 
 def separate_siblings(bins: Bins, costs: Sequence[int], groups: Sequence[int]) -> Bins:
-    """Swap rows of nearly equal cost so that rows of one group share a bin no more than they must; numbers a bin stay."""
+    """Swap rows of nearly equal cost so that rows of one group share a bin no more than they must; numbers a bin
+    stay.
+    """
     members = [list(items) for items in bins]
     home = {item: index for index, items in enumerate(members) for item in items}
     present = [Counter(groups[item] for item in items) for items in members]

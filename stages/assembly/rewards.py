@@ -1,7 +1,7 @@
 """From raw rewards to the values that estimators see: penalties, bias, scale, clip, turn returns, several objectives.
 
-Order: overlong penalty → length penalty → clip((reward + bias) · scale, ±clip). Normalisation comes after (`normalization`). Pure float64; knows no
-message and no token, only counts.
+Order: overlong penalty → length penalty → clip((reward + bias) · scale, ±clip). Normalisation comes after
+(`normalization`). Pure float64; knows no message and no token, only counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from stages.assembly import moments
 
 
 class Overlong(msgspec.Struct, frozen=True, kw_only=True):
-    """Linear penalty for answers that reach into the last `buffer_tokens` before `max_tokens`; it keeps growing beyond."""
+    """Linear penalty for answers that reach into the last `buffer_tokens` before `max_tokens`; it keeps growing
+    beyond.
+    """
 
     max_tokens: int
     buffer_tokens: int

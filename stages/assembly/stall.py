@@ -1,7 +1,8 @@
 """The stall rule: a run that adds nothing to train ends with an error instead of burning compute in silence.
 
-It ends when at least `rounds` rounds of closed groups AND `seconds` of logical time added no trainable group. Both, so that neither a burst of
-fast rejects nor a slow start ends a run. A round is as many closed groups as a step needs. Pure; time is what ticks say.
+It ends when at least `rounds` rounds of closed groups AND `seconds` of logical time added no trainable group. Both,
+so that neither a burst of fast rejects nor a slow start ends a run. A round is as many closed groups as a step needs.
+Pure; time is what ticks say.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Figures of a step and of its streams: what was asked, what was usable, what trains, and how much each group size weighs.
+"""Figures of a step and of its streams: asked, usable, trained, and how much each group size weighs.
 
-    target / usable / trainable slots    asked for; not rejected; with a row to train (the step's groups)
-    pre_filter_*_slot_yield              usable / target and trainable / target over all groups closed since the step before
-    fully_masked_group, singleton_slot_group   of those closed groups: usable without a row to train; exactly one usable slot
+    target, usable, trainable slots      asked for; not rejected; with a row to train (the step's groups)
+    pre_filter_*_slot_yield              usable / target, trainable / target: all groups closed since the step before
+    fully_masked_group                   of those closed groups: usable, and without a row to train
+    singleton_slot_group                 of those closed groups: exactly one usable slot
     usable_group_size                    mean usable slots of the step's groups
     group_loss_weight                    mean share of a group in the sum Σ_i w_i·d_i of its mini-batch
-    n_groups_size_N, group_loss_weight_size_N  the same, by usable slots
+    *_size_N                             the number and the weight of the groups with N usable slots
 
 Sums in the order of ids; the same membership gives the same figures. Knows no advantage formula.
 """
@@ -113,7 +114,9 @@ def _figures(batch: Batch, chosen: Sequence[int], step: int, settings: AssemblyS
 
 
 def _loss_weights(batch: Batch, chosen: Sequence[int], sizes: Sequence[int]) -> Stats:
-    """What each group counts in its optimizer step: its part of Σ w·d, which is 1 for the means and free for `constant`."""
+    """What each group counts in its optimizer step: its part of Σ w·d, which is 1 for the means and free for
+    `constant`.
+    """
     tokens_R = np.array([entry.num_loss_tokens for entry in batch.rows], dtype=np.float64)
     mini_R = np.array([entry.mini_batch for entry in batch.rows], dtype=np.int64)
     group_R = np.array([entry.group for entry in batch.rows], dtype=np.int64)

@@ -5,8 +5,9 @@
     prompt_mean  1 / (G · D_g)      mean over active groups of their token mean
     constant     1 / (S · L)        sums over a fixed length L
 
-d_i loss tokens of row i, S active rows, G active groups, D_g loss tokens of the group, all over one mini-batch. The loss of an optimizer step is
-Σ_i w_i Σ_t m_it·ℓ_it: packing, micro-batches and ranks are not in it. A row without loss tokens has weight 0 and counts nowhere. Knows no message.
+d_i loss tokens of row i, S active rows, G active groups, D_g loss tokens of the group, all over one mini-batch. The
+loss of an optimizer step is Σ_i w_i Σ_t m_it·ℓ_it: packing, micro-batches and ranks are not in it. A row without loss
+tokens has weight 0 and counts nowhere. Knows no message.
 """
 
 from __future__ import annotations
