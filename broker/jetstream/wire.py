@@ -100,7 +100,10 @@ class WireClient(Client):
         if handler is None:
             await super()._process_msg(sid, subject, reply, data, headers)  # pyright: ignore[reportArgumentType] - nats-py passes None itself
         else:
-            handler(subject, reply, data, headers)
+            try:
+                handler(subject, reply, data, headers)
+            except Exception as error:  # noqa: BLE001 - raised here it would end the connection's read loop in silence
+                await self._error_cb(error)
 
     async def _process_err(self, err_msg: str) -> None:
         """nats-py closes for good on most errors of the server; a connection here is renewed instead."""

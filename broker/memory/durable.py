@@ -40,31 +40,36 @@ class Durable:
         self._position = 0
         self._delivered = 0
         self._due: list[tuple[float, int]] = []
+        self._again: list[int] = []
         self._held: Counter[int] = Counter()
 
     def take(self, worker: int, now_s: float, log: Callable[[int], Record | None], last: int) -> Outstanding | None:
         """Hand out one message: first what is due again, then the next of the log."""
+        self._expire(now_s)
         if self._held[worker] >= self.settings.prefetch:
             return None
-        item = self._take_due(now_s) or self._take_next(log, last)
+        item = self.out.get(heapq.heappop(self._again)) if self._again else self._take_next(log, last)
         if item is not None:
             self._give(item, worker)
             item.num_delivered += 1
             self.postpone(item, now_s + self.settings.ack_wait_s)
         return item
 
-    def _give(self, item: Outstanding, worker: int) -> None:
-        self._held[item.worker] -= 1
-        self._held[worker] += 1
-        item.worker = worker
-
-    def _take_due(self, now_s: float) -> Outstanding | None:
+    def _expire(self, now_s: float) -> None:
+        """What is due belongs to nobody any more and goes out again, the oldest first."""
         while self._due and self._due[0][0] <= now_s:
             due_s, sequence = heapq.heappop(self._due)
             item = self.out.get(sequence)
             if item is not None and item.due_s == due_s:
-                return item
-        return None
+                self._give(item, NOBODY)
+                heapq.heappush(self._again, sequence)
+        while self._again and self._again[0] not in self.out:
+            heapq.heappop(self._again)
+
+    def _give(self, item: Outstanding, worker: int) -> None:
+        self._held[item.worker] -= 1
+        self._held[worker] += 1
+        item.worker = worker
 
     def _take_next(self, log: Callable[[int], Record | None], last: int) -> Outstanding | None:
         if len(self.out) >= self.settings.max_ack_pending:
