@@ -21,8 +21,8 @@ from stages.gateway.parsing import OutputParser
 from stages.ports import TokenIds, Tokenizer
 
 _REPLACEMENT: Final = "\ufffd"
-_MAX_UNDECODED: Final = 16
-"""Ids after which an incomplete character is given out as it is: no character of UTF-8 spans more."""
+_MAX_INCOMPLETE: Final = 5
+"""An incomplete character is at most three ids of the end; one more is tried for safety."""
 
 
 class Detokenizer:
@@ -47,22 +47,27 @@ class Detokenizer:
         self._ids[self._length : needed] = token_ids
         self._length = needed
         text = self._decode(self._ids[self._window : needed])
-        if text.endswith(_REPLACEMENT) and needed - self._given < _MAX_UNDECODED:
-            return ""
-        return self._give(text)
+        if not text.endswith(_REPLACEMENT):
+            return self._give(text, needed)
+        for end in range(needed - 1, max(self._given, needed - _MAX_INCOMPLETE), -1):
+            text = self._decode(self._ids[self._window : end])
+            if not text.endswith(_REPLACEMENT):
+                return self._give(text, end)
+        return ""
 
     def finish(self) -> str:
         """The rest, complete or not."""
-        return self._give(self._decode(self._ids[self._window : self._length])) if self._length > self._given else ""
+        rest = self._decode(self._ids[self._window : self._length])
+        return self._give(rest, self._length) if self._length > self._given else ""
 
-    def _give(self, text: str) -> str:
+    def _give(self, text: str, end: int) -> str:
         new = text[len(self._given_text) :]
         if self._given > self._window:
             self._window = self._given
-            self._given_text = self._decode(self._ids[self._window : self._length])
+            self._given_text = self._decode(self._ids[self._window : end])
         else:
             self._given_text = text
-        self._given = self._length
+        self._given = end
         return new
 
 

@@ -13,7 +13,7 @@ Knows nothing of HTTP or of wire protocols.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -164,7 +164,7 @@ class Gateway:
         return int((await self._render(call, Match(parent=None, num_known=0, before=b"", broken=False))).size)
 
     @contextmanager
-    def _registered(self, session: Session | None) -> Iterator[anyio.CancelScope]:
+    def _registered(self, session: Session | None) -> Generator[anyio.CancelScope]:
         """The call can be cancelled by the end of its session."""
         with anyio.CancelScope() as scope:
             if session is None:

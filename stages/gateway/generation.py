@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -153,7 +153,7 @@ async def _run_once(engine: InferenceEngine, request: GenerateRequest, sampled: 
 
 
 @asynccontextmanager
-async def _closing(chunks: AsyncIterator[TokenChunk]) -> AsyncIterator[AsyncIterator[TokenChunk]]:
+async def _closing(chunks: AsyncIterator[TokenChunk]) -> AsyncGenerator[AsyncIterator[TokenChunk]]:
     """Close the iterator whatever happens: that aborts the request in the engine."""
     try:
         yield chunks

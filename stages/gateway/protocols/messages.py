@@ -25,6 +25,9 @@ STOP_REASONS: Final = {
 }
 
 
+_NO_INPUT: Final = msgspec.Raw(b"{}")
+
+
 class Block(msgspec.Struct, omit_defaults=True):
     """A content block, whatever its type."""
 
@@ -35,7 +38,7 @@ class Block(msgspec.Struct, omit_defaults=True):
     data: str | None = None
     id: str | None = None
     name: str | None = None
-    input: msgspec.Raw | None = None
+    input: msgspec.Raw = _NO_INPUT
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
     is_error: bool | None = None
@@ -138,11 +141,16 @@ def _assistant(blocks: Sequence[Block]) -> Message:
         texts=tuple(_text(block) for block in blocks if block.type not in seen),
         reasoning="".join(block.thinking or "" for block in blocks if block.type == "thinking"),
         calls=tuple(
-            ToolCall(id=block.id or "", name=block.name or "", arguments=bytes(block.input or b"{}").decode())
+            ToolCall(id=block.id or "", name=block.name or "", arguments=_arguments(block.input))
             for block in blocks
             if block.type == "tool_use"
         ),
     )
+
+
+def _arguments(given: msgspec.Raw) -> str:
+    text = bytes(given).decode()
+    return "{}" if text == "null" else text
 
 
 def _result(block: Block) -> Message:
