@@ -47,10 +47,10 @@ REFERENCES: Final = {
     "verl_greedy_equal_size_max_over_mean": 1.7213,
 }
 REFERENCE_SOURCE: Final = (
-    "areal-project/AReaL cbff54d6 areal/utils/seqpack.py (balanced_greedy_partition, _kk_partition, ffd_allocate) and
-    verl-project/verl " "1dda039b verl/utils/seqlen_balancing.py (get_seqlen_balanced_partitions, greedy_partition),
-    run on the lengths of `partition_lengths` over " "512 bins, Python 3.11, one core of an Intel Xeon; without numba.
-    They deal rows to ranks; ours also parts siblings and packs " "micro-batches"
+    "areal-project/AReaL cbff54d6 areal/utils/seqpack.py (balanced_greedy_partition, _kk_partition, ffd_allocate) and "
+    "verl-project/verl 1dda039b verl/utils/seqlen_balancing.py (get_seqlen_balanced_partitions, greedy_partition), "
+    "run on the lengths of `partition_lengths` over 512 bins, Python 3.11, one core of an Intel Xeon, without numba. "
+    "They deal rows to ranks; ours also parts siblings and packs micro-batches"
 )
 
 

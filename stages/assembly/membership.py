@@ -134,8 +134,8 @@ def _check_rows(trajectory: Trajectory, settings: AssemblySettings) -> None:
     if settings.rows_per_slot is RowsPerSlot.ONE and len(rows) > 1:
         raise ContractError(
             f"{where} gave {len(rows)} rows, assembly.rows_per_slot = one allows a single one. Remedies: allow any number "
-            "(assembly.rows_per_slot = any); let the agent keep one growing conversation (no context compaction, no
-            sub-agents); or " "export whole chains (reward.export = concat)"
+            "(assembly.rows_per_slot = any); let the agent keep one growing conversation (no context compaction, no "
+            "sub-agents); or export whole chains (reward.export = concat)"
         )
     other = next((row for row in rows if row.num_loss_tokens and row.temperature != settings.temperature), None)
     if other is not None:
