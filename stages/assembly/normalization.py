@@ -35,6 +35,8 @@ class Normalization(msgspec.Struct, frozen=True, kw_only=True):
     """Each slot's std is that of the others around their own mean; where they have no spread the difference is kept
     undivided.
     """
+    std_around_own_mean: bool = False
+    """The std is taken around the mean of its own set, even where the mean of another set (or none) is subtracted."""
     ddof: int = 1
     """0: population, 1: sample."""
     eps: float = 1e-6
@@ -109,7 +111,8 @@ def _factors(groups: Groups, means: list[list[float]], settings: Normalization) 
         case Level.NONE:
             return [[1.0] * len(group) for group in groups]
         case Level.BATCH:
-            std = moments.deviation(list(chain(*groups)), list(chain(*means)), settings.ddof)
+            values = list(chain(*groups))
+            std = moments.deviation(values, _centres(values, list(chain(*means)), settings), settings.ddof)
             return [[_inverse(std + settings.eps)] * len(group) for group in groups]
         case Level.GROUP if settings.leave_one_out_std:
             return [
@@ -121,9 +124,14 @@ def _factors(groups: Groups, means: list[list[float]], settings: Normalization) 
             ]
         case Level.GROUP:
             return [
-                [_inverse(moments.deviation(group, centres, settings.ddof) + settings.eps)] * len(group)
+                [_inverse(moments.deviation(group, _centres(group, centres, settings), settings.ddof) + settings.eps)]
+                * len(group)
                 for group, centres in zip(groups, means, strict=True)
             ]
+
+
+def _centres(values: Sequence[float], means: list[float], settings: Normalization) -> list[float]:
+    return [moments.mean(values)] * len(values) if settings.std_around_own_mean else means
 
 
 def _inverse(divisor: float) -> float:

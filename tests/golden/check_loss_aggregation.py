@@ -114,10 +114,11 @@ def _verl(case: Case) -> None:
     rows = _Rows(case)
     counts = rows.counts.tolist()
     active = int((rows.counts > 0).sum())
-    others = int(case.params.get("global_batch_size") or active) - active
-    foreign = [1] * others  # rows of other ranks are part of the same mini-batch
-    if case.params.get("batch_num_tokens"):
-        foreign = [int(case.params["batch_num_tokens"]) - sum(counts)]
+    num_tokens, num_rows = case.params.get("batch_num_tokens"), case.params.get("global_batch_size")
+    if case.params["mode"] == "token-mean":  # what other ranks hold of the same mini-batch, as one row or as many
+        foreign = [] if num_tokens is None else [int(num_tokens) - sum(counts)]
+    else:
+        foreign = [1] * (0 if num_rows is None else int(num_rows) - active)
     mode, divisor = _verl_mode(case, rows.loss.shape[1], active + len(foreign))
     weights = row_weights(counts + foreign, np.arange(len(counts) + len(foreign)), mode, divisor)
     weights = weights[: rows.num_rows] * int(case.params.get("dp_size") or 1)  # the reference averages over ranks

@@ -58,6 +58,14 @@ def test_batch_statistics_count_every_slot():
     assert found == [[-1.0], [1.0]]
 
 
+def test_the_std_is_taken_around_the_mean_in_use_or_around_its_own():
+    groups = [[0.0, 2.0], [4.0, 6.0]]
+    in_use = Normalization(mean=Level.GROUP, std=Level.BATCH, ddof=0, eps=0.0)
+    assert normalize(groups, in_use) == [[-1.0, 1.0]] * 2
+    own = Normalization(mean=Level.GROUP, std=Level.BATCH, std_around_own_mean=True, ddof=0, eps=0.0)
+    assert normalize(groups, own)[0] == pytest.approx([-1 / math.sqrt(5), 1 / math.sqrt(5)])
+
+
 def test_the_std_of_one_is_one():
     settings = Normalization(mean=Level.NONE, std=Level.GROUP, eps=0.0)
     assert normalize([[5.0]], settings) == [[5.0]]
