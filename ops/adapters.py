@@ -42,14 +42,11 @@ class LogRecorder:
 
     async def read_openings(self, session: str) -> list[SessionOpened]:
         pattern = SESSION_OPENED.subject_of(self._log.run, session) + ".*"
-        found: list[SessionOpened] = []
         try:
             async with self._log.broker.read([pattern], follow=False) as records:
-                async for record in records:
-                    found.append(SESSION_OPENED.decode(record.data))
+                return [SESSION_OPENED.decode(record.data) async for record in records]
         except BrokerError as error:
             raise RecorderUnavailableError(f"session {session} can't be read: {error}") from error
-        return found
 
     async def read_closing(self, session: str) -> SessionClosed | None:
         try:

@@ -50,11 +50,14 @@ def prepare_policy(config: RunConfig, folder: RunFolder) -> str:
     """
     if config.policy.folder:
         missing = [
-            name for name in ("config.json", "tokenizer.json", "model.safetensors")
+            name
+            for name in ("config.json", "tokenizer.json", "model.safetensors")
             if not (Path(config.policy.folder) / name).is_file()
         ]
         if missing:
-            raise ConfigError(f"policy.folder: {config.policy.folder} lacks {', '.join(missing)}: expected a HF model folder")
+            raise ConfigError(
+                f"policy.folder: {config.policy.folder} lacks {', '.join(missing)}: expected a HF model folder"
+            )
         return config.policy.folder
     from stages.policy.tiny import PolicySpec  # noqa: PLC0415 - torch and transformers, only where something is made
     from stages.policy.warmup import WarmUpSettings, warm_policy_folder  # noqa: PLC0415
@@ -73,7 +76,9 @@ def prepare_policy(config: RunConfig, folder: RunFolder) -> str:
     made = warm_policy_folder(
         cache_folder(),
         spec,
-        WarmUpSettings(target=policy.warmup_target, max_updates=policy.warmup_max_updates, seed=policy.seed + config.run.seed),
+        WarmUpSettings(
+            target=policy.warmup_target, max_updates=policy.warmup_max_updates, seed=policy.seed + config.run.seed
+        ),
         _conversations(streams, policy.warmup_conversations, _SEED_OFFSET),
         _conversations(streams, 64, 2 * _SEED_OFFSET),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -59,7 +59,7 @@ class RunFolder:
             raise RunFolderError(f"run.dir {self.path}: expected a writable folder, found: {error.strerror}") from error
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> Generator[None]:
         """Hold the folder against a second `headrace run`.
 
         Raises:

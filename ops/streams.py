@@ -36,13 +36,18 @@ async def list_streams(context: WorkerContext) -> None:
             if stream.runner is not StreamRunner.ARENA:
                 continue
             await arena.get_stream(stream.stream_id)
-            rows = [StreamRow(data_id=row.data_id, tags=list(row.tags)) for row in await arena.list_dataset(stream.stream_id)]
+            rows = [
+                StreamRow(data_id=row.data_id, tags=list(row.tags))
+                for row in await arena.list_dataset(stream.stream_id)
+            ]
             await _publish(context, stream, rows)
 
 
 async def _publish(context: WorkerContext, stream: StreamConfig, rows: list[StreamRow]) -> None:
     if not rows:
-        raise ConfigError(f"stream {stream.name!r} has weight {stream.sampling_weight} and no rows: fill it or remove it")
+        raise ConfigError(
+            f"stream {stream.name!r} has weight {stream.sampling_weight} and no rows: fill it or remove it"
+        )
     listed = StreamListed(
         stream=stream.name,
         rows=await context.payloads.put(msgspec.msgpack.encode(rows)),

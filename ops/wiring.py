@@ -1,14 +1,16 @@
 """What a run is made of: each stage with the ports it needs, from config and log. Read this to see how all hangs together.
 
-    sampling · fan_out · arena_launch · rewards · assembly · weights      light stages; several may share a process
-    gateway                                                               with the built-in or scripted engine in it
-    trainer                                                               one process per rank
+sampling · fan_out · arena_launch · rewards · assembly · weights      light stages; several may share a process
+gateway                                                               with the built-in or scripted engine in it
+trainer                                                               one process per rank
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Final
+
+from stages.rewards.map_rewards import RewardSettings, map_rewards
 
 from broker.api import ConsumerSettings
 from ops.config import assembly_settings, run_streams, sampling_settings
@@ -26,7 +28,6 @@ from schemas.errors import ConfigError
 from schemas.messages.sampling import Tick
 from stages.assembly.fold import AssemblyFold
 from stages.fan_out import fan_out
-from stages.rewards.map_rewards import RewardSettings, map_rewards
 from stages.rewards.transforms import load_rewards
 from stages.sampling.fold import SamplingFold
 from stages.weights.broadcast import broadcast_weights
@@ -90,9 +91,9 @@ async def _rewards(context: WorkerContext) -> None:
         sessions=SessionReader(context.log, deadline_s=reward.read_deadline_s),
         payloads=context.payloads,
         settings=RewardSettings(
-            export=reward.export,
+            export="individual" if reward.export == "individual" else "concat",
             turn_discount=reward.turn_discount,
-            shared_tokens=reward.shared_tokens,
+            shared_tokens="all" if reward.shared_tokens == "all" else "first",
             rewards=load_rewards(streams),
             expected_rewards={
                 name: f"{stream.expected_reward_ref.key}@{stream.expected_reward_ref.version}"

@@ -9,7 +9,7 @@ stand already are suppressed by their key, and one that differs from what stands
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import anyio
@@ -144,7 +144,7 @@ class FoldRunner(Generic[S]):
             self.fold.load(ref, await self._payload(ref))
         log.info("fold restored", fold=self.fold.name, sequence=self.sequence)
 
-    async def run(self, *, beside: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def run(self, *, beside: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Fold the log as it grows, until drained.
 
         Args:

@@ -201,13 +201,14 @@ class ArenaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def load_config(path: Path) -> ArenaServerConfig:
-    """Read and check a config file.
+    """Read and check a config file, TOML or JSON.
 
     Raises:
         ArenaConfigError: The file can't be read, or a setting is unknown or out of bounds.
     """
     try:
-        config = msgspec.toml.decode(path.read_bytes(), type=ArenaServerConfig)
+        decode = msgspec.json.decode if path.suffix == ".json" else msgspec.toml.decode
+        config = decode(path.read_bytes(), type=ArenaServerConfig)
     except (OSError, msgspec.MsgspecError) as error:
         raise ArenaConfigError(f"{path}: {error}") from error
     return checked(config)

@@ -22,6 +22,8 @@ class _ToldToEndError(Exception):
 
 
 def _told_to_end(signum: int, _frame: FrameType | None) -> None:
+    for deaf in (signal.SIGTERM, signal.SIGINT):  # a second signal must not cut the clean-up short
+        signal.signal(deaf, signal.SIG_IGN)
     raise _ToldToEndError(signum)
 
 
@@ -66,7 +68,7 @@ def main(arguments: list[str]) -> int:
     finally:
         if pid:
             _kill_group(pid)
-            _kill_descendants()
+        _kill_descendants()
 
 
 def _become(command: list[str], parent_pid: int) -> None:

@@ -23,7 +23,7 @@ from ops.arena.jobs import LINE_LIMIT_BYTES, End, Job, Outcome
 _STOP_S = 5.0
 """How long a harness process may take to end its commands after SIGTERM, before it is killed."""
 _START_S = 60.0
-"""How long a job waits for the first warm process."""
+"""How long a job waits for a warm process where none runs."""
 _log = structlog.get_logger("arena.pool")
 
 
@@ -98,6 +98,8 @@ class HarnessPool:
                         _settle(worker, await lines.receive_until(b"\n", LINE_LIMIT_BYTES))
             if worker in self._workers:
                 self._workers.remove(worker)
+            if not self._workers:
+                self._warm = anyio.Event()
             for job_id, future in worker.waiting.items():
                 if not future.done():
                     future.set_result(_died(job_id))

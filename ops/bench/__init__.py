@@ -1,1 +1,1 @@
-"""Benchmarks: each module has `run() -> dict` with its metrics, the reference it stands beside, the ratio and the machine."""
+"""Benchmarks: each measures headrace beside a bare reference in one process or machine, in one run."""

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ops.cli.failing import EXIT_INTERRUPTED, plain_errors
-from ops.config import load_config
+from ops.config import RunConfig, load_config
 from ops.running.progress import Progress
 from ops.running.run import RunFailedError, RunOutcome
 from ops.running.run import run as run_run
@@ -68,7 +68,7 @@ def run(
 _UVLOOP = {"use_uvloop": True}
 
 
-def _watched(loaded, console: Console) -> RunOutcome:  # noqa: ANN001 - RunConfig
+def _watched(loaded: RunConfig, console: Console) -> RunOutcome:
     with Live(console=console, auto_refresh=False, transient=True) as live:
 
         def show(progress: Progress) -> None:

@@ -25,7 +25,9 @@ def arena_process(folder: RunFolder, config_file: str, environment: Mapping[str,
     )
 
 
-def worker_process(name: str, stages: tuple[str, ...], folder: RunFolder, environment: Mapping[str, str]) -> ProcessSpec:
+def worker_process(
+    name: str, stages: tuple[str, ...], folder: RunFolder, environment: Mapping[str, str]
+) -> ProcessSpec:
     """A process of one or several stages."""
     return ProcessSpec(
         name=name,

@@ -1,6 +1,6 @@
 """One run on this machine: servers, workers, watch, end, account.
 
-    lock folder ─▶ check all ─▶ policy ─▶ NATS ─▶ run.started ─▶ Arena ─▶ workers ─▶ … ─▶ trainer done ─▶ drain ─▶ account
+lock folder ─▶ check all ─▶ policy ─▶ NATS ─▶ run.started ─▶ Arena ─▶ workers ─▶ … ─▶ trainer done ─▶ drain ─▶ account
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
         RunFailedError: a process was given up.
     """
     started = time.monotonic()
+    counted: RunAccount | None = None
+    failure: ProcessGivenUpError | None = None
     folder = RunFolder(config.run.dir)
     folder.create()
     with folder.lock():
@@ -71,12 +73,10 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
         async with _stop_signals() as stopped, anyio.create_task_group() as tasks:
             supervisor = Supervisor(tasks)
             try:
-                await _prepare_policy(config, folder, supervisor)
+                await _prepare(folder, supervisor)
                 async with _nats(config, folder, tasks) as (url, settings):
                     endpoints = _endpoints(config, folder, url, settings)
-                    async with connect(
-                        url, config.run.id, settings, create=True, limits=_limits(config)
-                    ) as broker:
+                    async with connect(url, config.run.id, settings, create=True, limits=_limits(config)) as broker:
                         await _announce_start(config, broker)
                         progress = Progress(config)
                         tasks.start_soon(progress.follow, broker, on_progress)
@@ -90,7 +90,7 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
                         )
                     failure = supervisor.failure
             except ProcessGivenUpError as error:
-                failure, counted = error, None
+                failure = error
             finally:
                 await supervisor.stop()
                 tasks.cancel_scope.cancel()
@@ -119,7 +119,7 @@ async def _stop_signals() -> AsyncGenerator[anyio.Event]:
         tasks.cancel_scope.cancel()
 
 
-async def _prepare_policy(config: RunConfig, folder: RunFolder, supervisor: Supervisor) -> None:
+async def _prepare(folder: RunFolder, supervisor: Supervisor) -> None:
     """Make or check the policy, and what only torch can check, in a process of its own: this one stays light."""
     process = await supervisor.start(
         ProcessSpec(
@@ -141,21 +141,22 @@ async def _nats(
     """The run's broker: the configured one, or an embedded server that is started again whenever it dies."""
     broker = config.broker
     if broker.url != "embedded":
-        yield broker.url, ConnectSettings(
-            name="run",
-            user=broker.user,
-            password_file=broker.password_file,
-            token_file=broker.token_file,
-            creds_file=broker.creds_file,
-            nkey_seed_file=broker.nkey_seed_file,
-            tls_ca_file=broker.tls_ca_file,
-            tls_cert_file=broker.tls_cert_file,
-            tls_key_file=broker.tls_key_file,
+        yield (
+            broker.url,
+            ConnectSettings(
+                name="run",
+                user=broker.user,
+                password_file=broker.password_file,
+                token_file=broker.token_file,
+                creds_file=broker.creds_file,
+                nkey_seed_file=broker.nkey_seed_file,
+                tls_ca_file=broker.tls_ca_file,
+                tls_cert_file=broker.tls_cert_file,
+                tls_key_file=broker.tls_key_file,
+            ),
         )
         return
-    server = EmbeddedServer(
-        folder.nats, EmbeddedSettings(sync_interval="always" if broker.sync_always else "2m")
-    )
+    server = EmbeddedServer(folder.nats, EmbeddedSettings(sync_interval="always" if broker.sync_always else "2m"))
     await server.start()
     scope = anyio.CancelScope()
 
@@ -247,10 +248,10 @@ async def _start_arena(
     config: RunConfig, folder: RunFolder, endpoints: Endpoints, supervisor: Supervisor, environment: dict[str, str]
 ) -> None:
     """Start the local Arena on a port that it keeps over restarts."""
-    config_file = folder.path / "arena.toml"
+    config_file = folder.path / "arena.json"
     served = local_arena_config(config)
     port = served.port or _free_port(served.host)
-    config_file.write_bytes(msgspec.toml.encode(msgspec.structs.replace(served, port=port)))
+    config_file.write_bytes(msgspec.json.encode(msgspec.structs.replace(served, port=port)))
 
     def ready(line: str) -> None:
         url = msgspec.json.decode(line, type=dict[str, object])["url"]

@@ -40,8 +40,7 @@ def _head(progress: Progress, width: int) -> Panel:
     gateway = progress.reports.get("gateway")
     steps = "∞" if config.run.steps is None else str(config.run.steps)
     lines = [
-        f"step {progress.step}/{steps}"
-        f"   reward {rewards[-1]:.3f} {sparkline(rewards, max(10, width - 50))}"
+        f"step {progress.step}/{steps}   reward {rewards[-1]:.3f} {sparkline(rewards, max(10, width - 50))}"
         if rewards
         else f"step 0/{steps}   no step trained yet",
         "groups "
@@ -49,9 +48,9 @@ def _head(progress: Progress, width: int) -> Panel:
             f"{name} {int(_gauge(sampling, f'groups_{name}'))}" for name in ("issued", "running", "waiting", "trained")
         ),
         f"staleness {int(_gauge(trainer, 'staleness'))} of {config.sampling.max_staleness}"
-        f"   sampling {_gauge(gateway, 'tokens_per_s'):,.0f} tok/s"
-        f"   training {_gauge(trainer, 'tokens_per_s'):,.0f} tok/s"
-        f"   step {_gauge(trainer, 'step_s'):.2f} s",
+         f"   sampling {_gauge(gateway, 'tokens_per_s'):,.0f} tok/s"
+         f"   training {_gauge(trainer, 'tokens_per_s'):,.0f} tok/s"
+         f"   step {_gauge(trainer, 'step_s'):.2f} s",
     ]
     return Panel("\n".join(lines), title=f"run {config.run.id}", title_align="left", border_style="cyan")
 
@@ -117,11 +116,15 @@ def print_summary(account: RunAccount, console: Console, *, folder: str, interru
         f"{groups.issued} issued = {groups.trained} trained + {groups.dropped} dropped{f' ({dropped})' if dropped else ''}"
         f" + {groups.open} open + {account.unexplained} unexplained",
     )
-    table.add_row("episodes", f"{episodes.requested} requested, {episodes.ended} ended, {episodes.rejected} slots rejected")
+    table.add_row(
+        "episodes", f"{episodes.requested} requested, {episodes.ended} ended, {episodes.rejected} slots rejected"
+    )
     table.add_row("staleness", f"at most {account.staleness.max}, bound {account.staleness.bound}")
     table.add_row("dead letters", str(account.dead_letters))
     table.add_row("folder", folder)
     title = "run interrupted; the same command resumes it" if interrupted else "run finished"
     console.print(Panel(table, title=title, title_align="left", border_style="yellow" if interrupted else "green"))
     if account.unexplained or account.doubled:
-        console.print(f"[bold red]{account.unexplained} unexplained, {account.doubled} doubled groups: please report this[/]")
+        console.print(
+            f"[bold red]{account.unexplained} unexplained, {account.doubled} doubled groups: please report this[/]"
+        )

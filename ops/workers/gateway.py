@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -21,9 +21,9 @@ from schemas.config import EngineKind
 from schemas.errors import ConfigError
 from schemas.messages.training import WeightsPublished
 from schemas.topics import WEIGHTS_PUBLISHED
-from stages.engine.scripted import ScriptedEngine
+from stages.engine.scripted import Script, ScriptedEngine
 from stages.gateway.gateway import Gateway
-from stages.gateway.server import serve_gateway
+from stages.gateway.serve import serve_gateway
 from stages.gateway.settings import GatewayLimits, GatewaySettings, Recording, RunSampling
 from stages.policy.tokenizer import load_tokenizer
 from stages.ports import InferenceEngine, SwapMode
@@ -58,7 +58,6 @@ async def run_gateway(context: WorkerContext) -> None:
         )
         tasks.start_soon(_follow_weights, context, receiver, sequence)
         tasks.start_soon(receiver.run)
-        tasks.start_soon(gateway.run)
         tasks.start_soon(_report, gateway, engine, metrics)
 
         def ready(url: str) -> None:
@@ -71,7 +70,7 @@ async def run_gateway(context: WorkerContext) -> None:
         tasks.cancel_scope.cancel()
 
 
-async def _serve(gateway: Gateway, context: WorkerContext, ready: object) -> None:
+async def _serve(gateway: Gateway, context: WorkerContext, ready: Callable[[str], None]) -> None:
     await serve_gateway(gateway, context.config.gateway.host, context.endpoints.gateway_port, ready)
 
 
@@ -124,7 +123,7 @@ async def open_engine(context: WorkerContext) -> AsyncGenerator[InferenceEngine]
             )
 
 
-def _script(path: str):  # noqa: ANN202 - stages.engine.scripted.Script
+def _script(path: str) -> Script:
     module_name, _, function_name = path.partition(":")
     try:
         return getattr(importlib.import_module(module_name), function_name)

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 
 import anyio
+import anyio.to_thread
 import structlog
 
 from ops.arena.lifeline import die_with_parent
@@ -14,6 +15,7 @@ from ops.connection import connect_to
 from ops.run_folder import RunFolder
 from ops.wiring import run_service
 from ops.workers.context import WorkerContext
+from ops.workers.prepare import prepare
 from pipeline.logs import set_up_logs
 
 log = structlog.get_logger("headrace.worker")
@@ -23,6 +25,9 @@ PARENT_ENV = "HEADRACE_PARENT_PID"
 
 async def run_worker(stages: Sequence[str], folder: RunFolder) -> None:
     """Run these services until drained, or until one of them fails."""
+    if list(stages) == ["prepare"]:
+        await anyio.to_thread.run_sync(prepare, folder)
+        return
     config, endpoints = folder.read_config(), folder.read_endpoints()
     async with connect_to(endpoints, name="+".join(stages)) as broker:
         context = WorkerContext(folder, config, endpoints, broker)
@@ -49,7 +54,8 @@ def tie_to_parent() -> None:
     """Die with the supervisor that started this process, if one did."""
     parent = os.environ.get(PARENT_ENV, "")
     if parent.isdecimal():
-        die_with_parent(int(parent))
+        # Under torchrun the rank's parent is torchrun, which dies with the supervisor by a leash of its own.
+        die_with_parent(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else int(parent))
 
 
 def worker_main(stages: Sequence[str], run_dir: str, *, log_level: str = "INFO") -> int:
@@ -60,7 +66,7 @@ def worker_main(stages: Sequence[str], run_dir: str, *, log_level: str = "INFO")
         anyio.run(run_worker, stages, RunFolder(run_dir), backend_options={"use_uvloop": True})
     except BaseExceptionGroup as group:
         for error in _leaves(group):
-            log.error("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
+            log.exception("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
         return 1
     except Exception as error:
         log.exception("worker failed", error=f"{type(error).__name__}: {error}")

@@ -33,8 +33,7 @@ async def run_trainer(context: WorkerContext) -> None:
     rank = int(os.environ.get("RANK", "0"))
     lease = HeldLease(context.broker, LEASE_KEY, worker_name(), config.training.lease_s) if rank == 0 else None
     backends = open_backend(config, context.folder)
-    with anyio.CancelScope(shield=True):
-        backend = await anyio.to_thread.run_sync(backends.__enter__)
+    backend = await anyio.to_thread.run_sync(backends.__enter__)
     try:
         if lease is not None:
             await lease.acquire()

@@ -95,8 +95,8 @@ class SamplingState(msgspec.Struct, kw_only=True):
 class SamplingFold:
     """See the module."""
 
-    name: Final = "sampling"
-    consumes: Final[tuple[AnyTopic, ...]] = (
+    name = "sampling"
+    consumes: tuple[AnyTopic, ...] = (
         RUN_STARTED,
         STREAM_LISTED,
         GROUP_CLOSED,
@@ -105,8 +105,8 @@ class SamplingFold:
         RUN_CONTROL,
         FOLD_TICK,
     )
-    produces: Final[tuple[AnyTopic, ...]] = (GROUP_ISSUED,)
-    state_type: Final = SamplingState
+    produces: tuple[AnyTopic, ...] = (GROUP_ISSUED,)
+    state_type = SamplingState
 
     def __init__(self, settings: SamplingSettings) -> None:
         self._settings: Final = settings

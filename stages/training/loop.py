@@ -51,7 +51,7 @@ class Lease(Protocol):
 class FollowerLease:
     """The lease of a rank that publishes nothing: rank 0 holds the real one, and its end ends all ranks."""
 
-    generation: Final = 0
+    generation = 0
 
     async def check(self) -> None:
         return

@@ -28,8 +28,8 @@ _WIDTH: Final = 64
 class StandInBackend:
     """One rank, no model."""
 
-    rank: Final = 0
-    world_size: Final = 1
+    rank = 0
+    world_size = 1
 
     def __init__(self, checkpoint_dir: str, *, keep: int = 2, step_s: float = 0.0) -> None:
         self._dir: Final = Path(checkpoint_dir)

@@ -1,0 +1,72 @@
+"""`headrace record` and `headrace run --record`: follow a run into a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import anyio
+import anyio.to_thread
+
+from broker.api import Broker
+from broker.recording import Recorder, RecorderFigures, RecorderSettings, RecordingWriter, new_header, parse_rule
+
+DEFAULT_ROTATE_BYTES: Final = 4 * 1024**3
+
+
+async def record_run(
+    broker: Broker,
+    path: str | Path,
+    settings: RecorderSettings | None = None,
+    *,
+    rules: Sequence[str] = (),
+    rotate_bytes: int = DEFAULT_ROTATE_BYTES,
+    follow: bool = True,
+    stop: anyio.Event | None = None,
+    on_started: Callable[[Recorder], Coroutine[None, None, None]] | None = None,
+) -> RecorderFigures:
+    """Record a run's log with its payloads; a file that stands at `path` is gone on with.
+
+    Args:
+        rules: redaction rules, see broker.recording.redaction.
+        follow: go on until `stop` is set; else end at the log's present end.
+        stop: when set, what stands then is still recorded before this returns.
+        on_started: called beside the recording and cancelled at its end (progress).
+
+    Raises:
+        ConfigError: a rule that can't be used.
+        RecordingError: `path` can't be appended to.
+    """
+    parsed = [parse_rule(rule) for rule in rules]
+    settings = settings or RecorderSettings()
+    header = new_header(
+        broker.run, headrace_version=installed_version(), redactions=list(rules), weights=settings.weights
+    )
+    writer = await anyio.to_thread.run_sync(lambda: RecordingWriter.open(Path(path), header, rotate_bytes=rotate_bytes))
+    recorder = Recorder(broker, writer, settings, rules=parsed)
+    try:
+        async with anyio.create_task_group() as tasks:
+            if stop is not None:
+                tasks.start_soon(_stop_when, stop, recorder)
+            if on_started is not None:
+                tasks.start_soon(on_started, recorder)
+            await recorder.run(follow=follow)
+            tasks.cancel_scope.cancel()
+    finally:
+        writer.close()
+    return recorder.figures
+
+
+async def _stop_when(stop: anyio.Event, recorder: Recorder) -> None:
+    await stop.wait()
+    recorder.stop()
+
+
+def installed_version() -> str:
+    """The version of this package, as recordings name it."""
+    try:
+        return metadata.version("headrace")
+    except metadata.PackageNotFoundError:
+        return "unknown"

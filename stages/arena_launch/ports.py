@@ -1,0 +1,103 @@
+"""What the launch stage needs from the world outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import msgspec
+
+from schemas.config_arena import StreamConfig
+from schemas.messages.rollout import EpisodeAccepted, EpisodeLaunched, SessionClosed
+from schemas.messages.sampling import EpisodeRequested
+from stages.clients.arena.client import Launch
+from stages.clients.arena.secret import Secret
+from stages.clients.arena.wire import TaskResult
+
+
+class SessionTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """An open session at a gateway."""
+
+    session: str
+    token: Secret
+    """Names the session and lets it generate; nothing else."""
+    base_url: str
+    """The gateway, without `/v1` and without a trailing slash."""
+
+
+class Sessions(Protocol):
+    """The run's gateways."""
+
+    async def open(self, session: str, *, min_version: int) -> SessionTicket:
+        """Open a session; opening it again gives a new token for the same session.
+
+        Raises:
+            RetryableError: no gateway answered.
+        """
+        ...
+
+    async def close(self, session: str) -> SessionClosed:
+        """End a session: further calls get 410 and are never recorded. Closing it again gives the same answer.
+
+        Raises:
+            RetryableError: no gateway answered.
+        """
+        ...
+
+
+class LaunchTry(msgspec.Struct, frozen=True, kw_only=True):
+    """One try of an attempt, as the log knows it."""
+
+    launched: EpisodeLaunched
+    accepted: EpisodeAccepted | None
+
+
+class LaunchLog(Protocol):
+    """The tries of an attempt on the run's log."""
+
+    async def tries(self, requested: EpisodeRequested) -> list[LaunchTry]:
+        """All tries, the oldest first."""
+        ...
+
+    async def record(self, message: EpisodeLaunched | EpisodeAccepted) -> None:
+        """Returns when it is stored."""
+        ...
+
+
+class Access(msgspec.Struct, frozen=True, kw_only=True):
+    """How a harness reaches the model."""
+
+    model_name: str
+    base_url: str
+    api_key: Secret
+    envs: Mapping[str, str]
+    """May hold credentials."""
+
+    def __repr__(self) -> str:
+        return f"Access(model_name={self.model_name!r}, envs={sorted(self.envs)})"
+
+
+class Route(Protocol):
+    """How a harness in the Arena reaches a session (see ArenaRoute)."""
+
+    @property
+    def name(self) -> str: ...
+
+    def reach(self, stream: StreamConfig, ticket: SessionTicket) -> AbstractAsyncContextManager[Access]:
+        """What to launch with; what it registers lives as long as the context."""
+        ...
+
+    def resume(self, launched: EpisodeLaunched) -> AbstractAsyncContextManager[None]:
+        """Keep alive what a former process registered for a task that still runs."""
+        ...
+
+
+class Arena(Protocol):
+    """The calls of the Arena that the stage makes."""
+
+    async def launch(self, launch: Launch) -> TaskResult: ...
+
+    async def task_result(self, task_id: str) -> TaskResult: ...
+
+    async def receipt(self, path: str, task_id: str) -> object: ...
