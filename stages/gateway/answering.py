@@ -24,6 +24,8 @@ _REPLACEMENT: Final = "\ufffd"
 _MAX_INCOMPLETE: Final = 5
 """An incomplete character is at most three ids of the end; one more is tried for safety."""
 
+_MAX_GARBAGE: Final = 64
+
 
 class Detokenizer:
     """Ids to text piece by piece; an incomplete character waits for its other bytes."""
@@ -50,10 +52,11 @@ class Detokenizer:
         if not text.endswith(_REPLACEMENT):
             return self._give(text, needed)
         for end in range(needed - 1, max(self._given, needed - _MAX_INCOMPLETE), -1):
-            text = self._decode(self._ids[self._window : end])
-            if not text.endswith(_REPLACEMENT):
-                return self._give(text, end)
-        return ""
+            shorter = self._decode(self._ids[self._window : end])
+            if not shorter.endswith(_REPLACEMENT):
+                return self._give(shorter, end)
+        # Bytes that are no text at all: given out as they are, or each further id would decode them all again.
+        return self._give(text, needed) if needed - self._given > _MAX_GARBAGE else ""
 
     def finish(self) -> str:
         """The rest, complete or not."""
