@@ -39,8 +39,6 @@ class OnlineRoutes:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._set: dict[str, _Rewards] = {}
-        """Rewards of open sessions."""
 
     async def post(self, request: Request, path: str, body: bytes) -> dict[str, object]:
         """Open, reward or end a session.
@@ -97,20 +95,15 @@ class OnlineRoutes:
         unknown = given.turn_rewards.keys() - session.interaction_ids
         if unknown:
             raise InvalidRequestError(f"turn_rewards: no interaction of this session has the id {min(unknown)!r}")
-        former = self._set.get(session.id, _Rewards())
-        self._set[session.id] = _Rewards(
-            score=former.score if given.score is None else given.score,
-            turn_rewards={**former.turn_rewards, **given.turn_rewards},
-        )
+        session.score = session.score if given.score is None else given.score
+        session.turn_rewards.update(given.turn_rewards)
         return {"session_id": session.id}
 
     async def _close(self, name: str, given: _Rewards) -> dict[str, object]:
+        session = self._session(name)
         if given.score is not None or given.turn_rewards:
-            self._reward(self._session(name), given)
-        else:
-            self._session(name)
+            self._reward(session, given)
         closed = await self._gateway.close_session(name)
-        rewards = self._set.pop(name, _Rewards())
         if self._gateway.online is not None:
-            await self._gateway.online.end(closed, score=rewards.score, turn_rewards=rewards.turn_rewards)
+            await self._gateway.online.end(closed, score=session.score, turn_rewards=session.turn_rewards)
         return {"session_id": name, "num_interactions": closed.num_interactions}

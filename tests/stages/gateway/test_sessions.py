@@ -1,0 +1,458 @@
+"""Sessions: who may do what, what an end means, what survives a dead gateway."""
+
+from collections.abc import AsyncIterator
+
+import anyio
+import httpx
+import msgspec
+import pytest
+from gateway_fakes import TOKENIZER, FakeEngine, MemoryPayloads, MemoryRecorder, chunk_of, house, served
+
+from schemas.messages.rollout import FinishReason, SessionClosed
+from stages.gateway.errors import BusyError, InvalidRequestError, SessionEndedError, UnauthorizedError, UnavailableError
+from stages.gateway.http import GatewayApp
+from stages.gateway.ports import ForwardedAnswer
+from stages.gateway.session import new_token
+from stages.gateway.settings import GatewayLimits, OverridePolicy, Recording, RunSampling
+from stages.ports import EngineUnavailableError
+
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+
+
+async def ask(home, token, body=HELLO, path=CHAT, **headers):
+    async with home.http(token, **headers) as client:
+        return await client.post(path, json=body)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [(CHAT, "authentication_error"), ("/v1/responses", "authentication_error"), ("/v1/messages", "authentication_error")],
+)
+async def test_no_token_and_foreign_tokens_are_401_in_the_protocols_own_shape(path, kind):
+    home = house()
+    await home.gateway.open_session("s")
+    for token in ("", "sk-something", new_token("s"), new_token("other"), "hrs.!!.x"):
+        response = await ask(home, token, path=path)
+        assert response.status_code == 401
+        assert response.json()["error"]["type"] == kind
+    assert home.engine.requests == []
+
+
+@pytest.mark.parametrize("header", ["authorization", "x-api-key", "x-session-token"])
+async def test_the_token_names_the_session_wherever_it_stands(header):
+    home = house()
+    ticket = await home.gateway.open_session("s")
+    value = f"Bearer {ticket.token}" if header == "authorization" else ticket.token
+    response = await ask(home, "", **{header: value, "x-session-id": "another"})
+    assert response.status_code == 200
+    assert len(home.recorder.interactions("s")) == 1
+
+
+async def test_a_session_token_beside_a_generation_key_names_the_session():
+    home = house(generation_keys=("gen",))
+    ticket = await home.gateway.open_session("s")
+    assert (await ask(home, "gen", **{"x-session-token": ticket.token})).status_code == 200
+    assert (await ask(home, "gen", **{"x-session-token": new_token("s")})).status_code == 401
+    assert len(home.recorder.interactions("s")) == 1
+
+
+async def test_tokens_of_two_sessions_in_one_request_are_refused():
+    home = house()
+    one, two = await home.gateway.open_session("a"), await home.gateway.open_session("b")
+    assert (await ask(home, one.token, **{"x-session-token": two.token})).status_code == 401
+
+
+async def test_probes_enter_no_session():
+    home = house(generation_keys=("gen",))
+    await home.gateway.open_session("s")
+    async with home.http() as client:
+        assert (await client.head("/api/hello")).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "policy"
+    assert (await ask(home, "gen", HELLO | {"max_tokens": 500})).status_code == 200
+    assert home.engine.requests[0].settings.max_new_tokens <= 16
+    assert not [key for key in home.recorder.messages if key[0] == "interaction"]
+
+
+async def test_a_session_token_can_neither_reward_nor_end_a_session():
+    home = house(control_key="ctl")
+    ticket = await home.gateway.open_session("s")
+    for path in ("/v1/sessions", "/v1/sessions/s/reward", "/v1/sessions/s/close"):
+        assert (await ask(home, ticket.token, {"score": 1.0}, path)).status_code == 403
+        assert (await ask(home, "", {"score": 1.0}, path)).status_code == 401
+    assert (await ask(home, "ctl")).status_code == 403
+
+
+async def test_an_ended_session_answers_410_and_codex_400():
+    home = house()
+    ticket = await home.gateway.open_session("s")
+    await home.gateway.close_session("s")
+    gone = await ask(home, ticket.token)
+    assert (gone.status_code, gone.headers["x-should-retry"]) == (410, "false")
+    codex = await ask(home, ticket.token, {"input": "x"}, "/v1/responses", **{"user-agent": "codex_exec/0.171.0"})
+    assert codex.status_code == 400
+    with pytest.raises(SessionEndedError):
+        await home.gateway.sessions.resolve(ticket.token)
+
+
+async def test_opening_again_gives_the_same_ticket_and_closing_again_the_same_count():
+    home = house()
+    ticket = await home.gateway.open_session("s", min_version=3)
+    assert await home.gateway.open_session("s") == ticket
+    await ask(home, ticket.token)
+    assert home.engine.requests[0].min_version == 3
+    assert await home.gateway.close_session("s") == await home.gateway.close_session("s")
+
+
+@pytest.mark.parametrize("name", ["", "-x", "a b", "a/b", "ä", "x" * 201])
+async def test_illegal_session_ids_are_refused(name):
+    with pytest.raises(InvalidRequestError):
+        await house().gateway.open_session(name)
+
+
+async def test_the_number_of_sessions_is_bounded():
+    home = house(limits=GatewayLimits(max_sessions=1))
+    await home.gateway.open_session("a")
+    with pytest.raises(BusyError):
+        await home.gateway.open_session("b")
+
+
+async def test_strict_ends_no_answer_before_it_is_stored():
+    home = house()
+    ticket = await home.gateway.open_session("s")
+    home.recorder.gate = anyio.Event()
+    sent: list[bytes] = []
+    done = anyio.Event()
+
+    async def receive():
+        if not sent_request:
+            sent_request.append(1)
+            return {"type": "http.request", "body": msgspec.json.encode(HELLO | {"stream": True}), "more_body": False}
+        await anyio.sleep_forever()
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+        if message["type"] == "http.response.body" and not message["more_body"]:
+            done.set()
+
+    sent_request: list[int] = []
+    headers = [(b"authorization", f"Bearer {ticket.token}".encode())]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": headers}
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(GatewayApp(home.gateway), scope, receive, send)
+        while b"ok" not in b"".join(sent):
+            await anyio.lowlevel.checkpoint()
+        for _ in range(50):
+            await anyio.lowlevel.checkpoint()
+        assert b"[DONE]" not in b"".join(sent)
+        home.recorder.gate.set()
+        await done.wait()
+        tasks.cancel_scope.cancel()
+    assert b"[DONE]" in b"".join(sent)
+
+
+async def test_a_log_that_is_away_fails_the_call_and_marks_the_session():
+    home = house()
+    ticket = await home.gateway.open_session("s")
+    home.recorder.failing = True
+    assert (await ask(home, ticket.token)).status_code == 503
+    home.recorder.failing = False
+    assert "log" in (await home.gateway.close_session("s")).system_error
+
+
+async def test_fast_stores_behind_the_answer_and_all_of_it_before_the_close():
+    home = house(recording=Recording.FAST)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(home.gateway.run)
+        ticket = await home.gateway.open_session("s")
+        home.recorder.gate = anyio.Event()
+        for _ in range(3):
+            assert (await ask(home, ticket.token)).status_code == 200
+        assert home.recorder.interactions("s") == []
+        closed: list[SessionClosed] = []
+
+        async def close():
+            closed.append(await home.gateway.close_session("s"))
+
+        tasks.start_soon(close)
+        await anyio.lowlevel.checkpoint()
+        home.recorder.gate.set()
+        while not closed:
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert (closed[0].num_interactions, closed[0].lossy) == (3, True)
+    assert len(home.recorder.interactions("s")) == 3
+
+
+async def test_a_session_goes_on_at_another_gateway_with_its_exact_tokens():
+    recorder, payloads = MemoryRecorder(), MemoryPayloads()
+    first = house(FakeEngine(["<think>\nhm\n</think>\n\nOne."]), recorder=recorder, payloads=payloads)
+    ticket = await first.gateway.open_session("s")
+    long = {"role": "user", "content": "count " * 5000}
+    said = (await ask(first, ticket.token, {"messages": [long]})).json()["choices"][0]["message"]
+    assert payloads.data
+    second = house(FakeEngine(["Two."]), recorder=recorder, payloads=payloads, name="gw-2")
+    messages = [long, said, {"role": "user", "content": "next"}]
+    response = await ask(second, ticket.token, {"messages": messages})
+    assert response.status_code == 200
+    assert [one.parent for one in recorder.interactions("s")] == [None, 0]
+    whole = await second.chain("s", 1)
+    assert whole[: second.engine.requests[0].prompt_ids.size] == second.engine.requests[0].prompt_ids.tolist()
+    assert (await second.gateway.close_session("s")).num_interactions == 2
+    # The first gateway was only thought dead: what it would still record stands already, so it gives the session up.
+    assert (await ask(first, ticket.token, {"messages": messages})).status_code == 503
+
+
+async def test_raw_prompts_survive_a_dead_gateway_too():
+    recorder, payloads = MemoryRecorder(), MemoryPayloads()
+    first = house(FakeEngine(["two", [chunk_of([9, 8], finish=FinishReason.STOP)]]), recorder=recorder, payloads=payloads)
+    ticket = await first.gateway.open_session("s")
+    await ask(first, ticket.token, {"prompt": "one "}, "/v1/completions")
+    await ask(first, ticket.token, {"prompt": [50, 51]}, "/v1/completions")
+    second = house(FakeEngine(["x"]), recorder=recorder, payloads=payloads, name="gw-2")
+    await ask(second, ticket.token, {"prompt": "one two three"}, "/v1/completions")
+    await ask(second, ticket.token, {"prompt": [50, 51, 9, 8, 52]}, "/v1/completions")
+    assert [one.parent for one in recorder.interactions("s")] == [None, None, 0, 1]
+
+
+async def test_another_gateway_closes_what_a_dead_one_left():
+    recorder = MemoryRecorder()
+    first = house(recorder=recorder)
+    ticket = await first.gateway.open_session("s")
+    await ask(first, ticket.token)
+    second = house(recorder=recorder, name="gw-2")
+    assert (await second.gateway.close_session("s")).num_interactions == 1
+    assert (await ask(second, ticket.token)).status_code == 410
+    assert (await second.gateway.close_session("never-opened")).num_interactions == 0
+
+
+class OnePeer:
+    """Another gateway in the same process."""
+
+    def __init__(self, home) -> None:
+        self.home = home
+        self.alive = True
+
+    async def address(self, gateway: str) -> str | None:
+        return f"http://{gateway}" if self.alive else None
+
+    async def forward(self, base_url, target, headers, body) -> ForwardedAnswer:
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=GatewayApp(self.home.gateway)), base_url=base_url)
+        response = await client.post(target, content=body, headers=dict(headers))
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield response.content
+
+        return ForwardedAnswer(status=response.status_code, headers=list(response.headers.items()), body=parts())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_at_the_wrong_gateway_is_forwarded_to_the_right_one(stream):
+    recorder = MemoryRecorder()
+    owner = house(FakeEngine(["from the owner"]), recorder=recorder)
+    ticket = await owner.gateway.open_session("s")
+    other = house(recorder=recorder, name="gw-2", peers=OnePeer(owner))
+    response = await ask(other, ticket.token, HELLO | {"stream": stream})
+    assert response.status_code == 200
+    assert ("[DONE]" if stream else "from the owner") in response.text
+    assert other.engine.requests == []
+    assert len(recorder.interactions("s")) == 1
+
+
+async def test_a_session_of_a_dead_peer_is_taken_over():
+    recorder = MemoryRecorder()
+    owner = house(recorder=recorder)
+    ticket = await owner.gateway.open_session("s")
+    peer = OnePeer(owner)
+    peer.alive = False
+    other = house(FakeEngine(["taken over"]), recorder=recorder, name="gw-2", peers=peer)
+    assert "taken over" in (await ask(other, ticket.token)).text
+
+
+async def test_idle_sessions_are_closed_and_marked():
+    now = [0.0]
+    home = house(clock=lambda: now[0], limits=GatewayLimits(idle_expiry_s=60))
+    await home.gateway.open_session("s")
+    now[0] = 59
+    assert await home.gateway.sessions.expire() == []
+    now[0] = 61
+    (closed,) = await home.gateway.sessions.expire()
+    assert closed.session == "s"
+    assert "idle" in closed.system_error
+
+
+async def test_too_many_waiting_calls_are_told_to_come_back():
+    engine = FakeEngine(gate=anyio.Event())
+    home = house(engine, limits=GatewayLimits(max_running_calls=1, max_waiting_calls=1))
+    ticket = await home.gateway.open_session("s")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, home, ticket.token)
+        while not engine.started:
+            await anyio.lowlevel.checkpoint()
+        tasks.start_soon(ask, home, ticket.token)
+        while not home.gateway._turns.statistics().tasks_waiting:
+            await anyio.lowlevel.checkpoint()
+        refused = await ask(home, ticket.token)
+        engine.gate.set()
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert len(home.recorder.interactions("s")) == 2
+
+
+async def test_a_lost_engine_is_asked_again_with_what_is_left():
+    home = house(FakeEngine([EngineUnavailableError("away"), "back"]), limits=GatewayLimits(resume_delay_s=0))
+    ticket = await home.gateway.open_session("s")
+    assert (await ask(home, ticket.token)).json()["choices"][0]["message"]["content"] == "back"
+
+
+async def test_an_engine_that_stays_away_is_a_503_and_a_system_error():
+    home = house(FakeEngine([EngineUnavailableError("away")]), limits=GatewayLimits(resume_delay_s=0, max_resumes=2))
+    ticket = await home.gateway.open_session("s")
+    response = await ask(home, ticket.token, HELLO, "/v1/messages")
+    assert response.status_code == 503
+    assert "away" in (await home.gateway.close_session("s")).system_error
+
+
+async def test_a_failure_inside_a_stream_is_told_in_the_stream():
+    cut = [chunk_of(TOKENIZER.encode("half"))]
+    home = house(FakeEngine([cut]), limits=GatewayLimits(resume_delay_s=0, max_resumes=0))
+    ticket = await home.gateway.open_session("s")
+    for path, sign in ((CHAT, '"code":"unavailable"'), ("/v1/messages", "event: error"), ("/v1/responses", "response.failed")):
+        body = {"input": "x"} if path == "/v1/responses" else HELLO
+        response = await ask(home, ticket.token, body | {"stream": True}, path)
+        assert response.status_code == 200
+        assert "half" in response.text
+        assert sign in response.text
+    assert home.recorder.interactions("s") == []
+
+
+async def test_the_runs_settings_rule_and_the_asked_ones_are_recorded():
+    home = house(sampling=RunSampling(temperature=0.7, max_new_tokens=40))
+    ticket = await home.gateway.open_session("s")
+    asked = {"temperature": 0, "top_p": 0.5, "seed": 1, "max_completion_tokens": 30, "stop": "END"}
+    await ask(home, ticket.token, HELLO | asked)
+    settings = home.engine.requests[0].settings
+    assert (settings.temperature, settings.top_p, settings.seed, settings.max_new_tokens) == (0.7, 1.0, None, 30)
+    (record,) = home.recorder.interactions("s")
+    assert (record.trainable, record.temperature) == (True, 0.7)
+    kept = msgspec.json.decode(record.requested_settings_json)
+    assert kept == {"temperature": 0.0, "top_p": 0.5, "seed": 1, "max_tokens": 30, "stop": ["END"]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [({"temperature": 0}, "greedy"), ({"top_k": 1}, "greedy"), ({"top_p": 0.9}, "settings"), ({"temperature": 0.5}, "settings"), ({}, "")],
+)  # fmt: skip
+async def test_honoured_settings_that_change_the_distribution_keep_a_call_out_of_training(asked, reason):
+    home = house(sampling=RunSampling(policy=OverridePolicy.HONOUR))
+    ticket = await home.gateway.open_session("s")
+    await ask(home, ticket.token, HELLO | asked)
+    (record,) = home.recorder.interactions("s")
+    assert (record.untrainable_reason, record.trainable) == (reason, not reason)
+
+
+async def test_log_probs_that_are_no_numbers_keep_a_call_out_of_training():
+    home = house(FakeEngine([[chunk_of([40, 41], logprobs=[-1, float("nan")], finish=FinishReason.STOP)]]))
+    ticket = await home.gateway.open_session("s")
+    assert (await ask(home, ticket.token)).status_code == 200
+    (record,) = home.recorder.interactions("s")
+    assert record.untrainable_reason == "logprobs"
+    (tokens,) = await home.tokens("s")
+    assert tokens.logprobs.as_numpy().tolist() == [-1, 0]
+
+
+async def test_preprocessors_run_once_for_every_protocol():
+    runs: list[str] = []
+
+    def stamp(call):
+        runs.append(call.protocol)
+        message = msgspec.structs.replace(call.messages[-1], texts=(*call.messages[-1].texts, "[stamp]"))
+        return msgspec.structs.replace(call, messages=(*call.messages[:-1], message))
+
+    home = house(preprocessors=[stamp])
+    ticket = await home.gateway.open_session("s")
+    for path, body in ((CHAT, HELLO), ("/v1/messages", HELLO | {"max_tokens": 9}), ("/v1/responses", {"input": "hi"})):
+        await ask(home, ticket.token, body, path)
+        assert TOKENIZER.show(home.engine.requests[-1].prompt_ids).count("[stamp]") == 1
+    assert runs == ["chat_completions", "messages", "responses"]
+
+
+async def test_a_client_that_goes_away_aborts_its_request():
+    engine = FakeEngine(gate=anyio.Event())
+    home = house(engine)
+    ticket = await home.gateway.open_session("s")
+    async with served(home) as url:
+        with anyio.move_on_after(0.2):
+            async with httpx.AsyncClient(base_url=url) as client:
+                await client.post(CHAT, json=HELLO, headers={"authorization": f"Bearer {ticket.token}"})
+        while not engine.closed:
+            await anyio.sleep(0.01)
+    assert home.recorder.interactions("s") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "ping"), [(CHAT, ": ping"), ("/v1/messages", "event: ping"), ("/v1/responses", "event: ping")]
+)
+async def test_a_silent_stream_is_kept_alive(path, ping):
+    engine = FakeEngine(gate=anyio.Event())
+    home = house(engine, limits=GatewayLimits(keepalive_s=0.02))
+    ticket = await home.gateway.open_session("s")
+    body = ({"input": "x"} if path == "/v1/responses" else HELLO) | {"stream": True}
+    async with served(home) as url, httpx.AsyncClient(base_url=url) as client:
+        headers = {"authorization": f"Bearer {ticket.token}"}
+        async with client.stream("POST", path, json=body, headers=headers) as response:
+            lines: list[str] = []
+            async for line in response.aiter_lines():
+                lines.append(line)
+                if line.startswith(ping):
+                    engine.gate.set()
+    assert any("ok" in line for line in lines)
+
+
+async def test_a_call_that_takes_too_long_is_given_up():
+    home = house(FakeEngine(gate=anyio.Event()), limits=GatewayLimits(call_deadline_s=0.01))
+    ticket = await home.gateway.open_session("s")
+    assert (await ask(home, ticket.token)).status_code == 503
+    with pytest.raises(UnauthorizedError):
+        await home.gateway.sessions.resolve("nonsense")
+
+
+async def test_a_log_that_does_not_answer_is_named():
+    home = house(limits=GatewayLimits(record_deadline_s=0.01, peer_deadline_s=0.01))
+    home.recorder.gate = anyio.Event()
+    with pytest.raises(UnavailableError, match="did not answer within"):
+        await home.gateway.open_session("s")
+
+
+class Credit:
+    """Gives credit for two sessions."""
+
+    def __init__(self) -> None:
+        self.left = 2
+        self.ended: list[tuple] = []
+
+    async def admit(self, session):
+        self.left -= 1
+        return 5 if self.left >= 0 else None
+
+    async def end(self, closed, *, score, turn_rewards):
+        self.ended.append((closed.session, closed.num_interactions, score, dict(turn_rewards)))
+
+
+async def test_an_online_session_from_its_opening_to_its_reward():
+    credit = Credit()
+    home = house(control_key="ctl", online=credit)
+    opened = (await ask(home, "ctl", {"session_id": "mine"}, "/v1/sessions")).json()
+    answer = (await ask(home, opened["token"])).json()
+    assert home.engine.requests[0].min_version == 5
+    bad = await ask(home, "ctl", {"turn_rewards": {"chatcmpl-none": 1.0}}, "/v1/sessions/mine/reward")
+    assert bad.status_code == 400
+    await ask(home, "ctl", {"turn_rewards": {answer["id"]: 0.5}}, "/v1/sessions/mine/reward")
+    async with home.http("ctl") as client:
+        assert (await client.get("/v1/sessions/mine")).json()["num_interactions"] == 1
+    assert (await ask(home, "ctl", {}, "/v1/sessions/mine/close")).json()["num_interactions"] == 1
+    assert credit.ended == [("mine", 1, None, {answer["id"]: 0.5})]
+    assert (await ask(home, opened["token"])).status_code == 410
+    assert (await ask(home, "ctl", {}, "/v1/sessions")).status_code == 200
+    refused = await ask(home, "ctl", {}, "/v1/sessions")
+    assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
