@@ -60,6 +60,7 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         choice(self.behaviour_weight, BehaviourWeight, "behaviour_weight")
         above(self.log_ratio_clamp, 0, "log_ratio_clamp")
         above(self.m2po_threshold, 0, "m2po_threshold")
+        at_least(self.entropy_coef, 0, "entropy_coef")
         self._refuse_combinations()
 
     def _refuse_combinations(self) -> None:
