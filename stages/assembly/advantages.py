@@ -18,6 +18,7 @@ trainer turns rewards into advantages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import chain
@@ -119,7 +120,7 @@ def whitening(values: Sequence[float], counts: Sequence[int]) -> Line:
     if not moments.has_spread(values):
         return NO_SIGNAL
     centre = moments.weighted_mean(values, counts)
-    return Line(centre, (moments.weighted_variance(values, counts, centre) + WHITENING_EPS) ** -0.5)
+    return Line(centre, 1.0 / math.sqrt(moments.weighted_variance(values, counts, centre) + WHITENING_EPS))
 
 
 def _whitened(groups: Groups, num_loss_tokens: Sequence[Sequence[int]], lines: list[list[Line]]) -> list[list[Line]]:

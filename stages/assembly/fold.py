@@ -175,14 +175,13 @@ class AssemblyFold:
             state.num_groups_evaluated += 1
         else:
             tally_closed(self._tally(state, group), group, reason, settings)
+            state.closed_while_short += len(state.waiting) >= settings.groups_per_step
             state.ended_in_round += 1
             if reason:
                 self._drop(state, group, reason)
             else:
                 state.waiting[group.group] = fresh
                 stall.added(state.stall)
-            if len(state.waiting) >= settings.groups_per_step:
-                state.closed_while_short += 1
         num_usable = len(usable(fresh))
         closed = GroupClosed(
             group=group.group,

@@ -44,7 +44,7 @@ def deviation(values: Sequence[float], centres: Sequence[float], ddof: int) -> f
     """Root mean square of values - centres over n - ddof; 1 for a set of one."""
     if len(values) == 1:
         return SINGLETON_STD
-    squares = math.fsum((value - centre) ** 2 for value, centre in zip(values, centres, strict=True))
+    squares = math.fsum(_square(value - centre) for value, centre in zip(values, centres, strict=True))
     return math.sqrt(squares / (len(values) - ddof))
 
 
@@ -70,5 +70,9 @@ def weighted_variance(values: Sequence[float], counts: Sequence[int], centre: fl
     total = sum(counts)
     if total < 2:
         return 0.0
-    squares = math.fsum(count * (value - centre) ** 2 for value, count in zip(values, counts, strict=True))
+    squares = math.fsum(count * _square(value - centre) for value, count in zip(values, counts, strict=True))
     return squares / (total - 1)
+
+
+def _square(value: float) -> float:
+    return value * value  # a power would be the C library's, which may differ in the last bit between machines

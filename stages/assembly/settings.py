@@ -138,6 +138,10 @@ def _check_minimum(settings: AssemblySettings) -> None:
 
 
 def _check_shares(settings: AssemblySettings) -> None:
+    if settings.min_shares and settings.dynamic_batch:
+        raise ConfigError(
+            "assembly.min_shares and assembly.dynamic_batch exclude each other: a dynamic batch takes what a round gave"
+        )
     for stream, share in settings.min_shares.items():
         if not 0.0 < share <= 1.0:
             raise ConfigError(f"assembly.min_shares.{stream}: expected a share in (0, 1], found {share}")

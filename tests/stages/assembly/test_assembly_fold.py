@@ -261,8 +261,11 @@ def test_a_stream_with_nothing_under_way_holds_up_nobody():
 
 def test_a_stream_that_never_delivers_is_waited_for_one_round_at_most():
     opened = issued(99, slots=2, stream="code")
-    math = [message for ordinal in range(3) for message in whole_group(ordinal, [1, 0])]
-    assert len(steps(outputs_of([opened, *math], groups_per_step=2, min_shares={"code": 0.5}))) == 1
+    math = [[opened], *(whole_group(ordinal, [1, 0]) for ordinal in range(4))]
+    fold = AssemblyFold(settings(groups_per_step=2, min_shares={"code": 0.5}))
+    state = fold.initial()
+    made = [sum(len(steps(fold.step(state, message))) for message in messages) for messages in math]
+    assert made == [0, 0, 0, 0, 1]
 
 
 def test_the_deadline_closes_a_group_at_its_tick_and_not_before():

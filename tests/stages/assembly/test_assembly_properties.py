@@ -200,14 +200,14 @@ def histories(draw):
     return [*messages, *pending]
 
 
+BATCHING = [{}, {"dynamic_batch": True}, {"min_shares": {"code": 0.3}}]
 HISTORY_SETTINGS = st.builds(
-    settings,
+    lambda batching, **changes: settings(**batching, **changes),
+    st.sampled_from(BATCHING),
     groups_per_step=st.integers(1, 3),
     max_staleness=st.sampled_from([None, 0, 1]),
     filter_zero_spread=st.booleans(),
     drop_incomplete_groups=st.booleans(),
-    dynamic_batch=st.booleans(),
-    min_shares=st.sampled_from([{}, {"code": 0.3}]),
     min_usable_group_size=st.just(1),
     estimator=st.just(EstimatorSettings(name=Estimator.REINFORCE)),
 )

@@ -34,6 +34,7 @@ REINFORCE = EstimatorSettings(name=Estimator.REINFORCE)
         ),
         ({"min_shares": {"code": 0.0}}, r"min_shares\.code"),
         ({"groups_per_step": 4, "min_shares": {"code": 0.6, "math": 0.7}}, "5 groups a step"),
+        ({"min_shares": {"code": 0.5}, "dynamic_batch": True}, "exclude each other"),
         ({"min_accuracy": 1.2}, "min_accuracy"),
         ({"min_accuracy": 0.9, "max_accuracy": 0.1}, "every group would be dropped"),
         ({"max_staleness": -1}, "max_staleness"),
