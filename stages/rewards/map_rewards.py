@@ -140,6 +140,7 @@ async def _trajectory(
         rows=rows,
         score=ended.score,
         reward=episode_reward if not ended.turn_rewards else sum(row.reward for row in rows) / len(rows),
+        rewards_per_completion=bool(ended.turn_rewards) or settings.export == "individual",
         solved=score >= solved_from,
         evaluation=ended.evaluation,
         num_interactions=len(record.interactions),
