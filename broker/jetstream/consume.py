@@ -134,7 +134,13 @@ async def consume(
             raise NoSuchStreamError(f"{error}: lost with all messages up to at least sequence {seen}") from error
         return f"{stream}.{durable}"
 
-    pull = Pull(link, prefetch=settings.prefetch, max_bytes=settings.max_bytes, recover=recover)
+    pull = Pull(
+        link,
+        prefetch=settings.prefetch,
+        max_bytes=settings.max_bytes,
+        recover=recover,
+        ack_wait_s=settings.ack_wait_s,
+    )
 
     async def take() -> Delivery:
         nonlocal last_reply

@@ -11,7 +11,7 @@ import secrets
 import ssl
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, TypedDict
 
@@ -176,8 +176,15 @@ class Link:
             entry[0].set_result(Answer(data, headers))
 
     async def round_trip(self) -> None:
-        """Wait until the server has seen all that was sent before."""
-        await self.client.flush()
+        """Wait until the server has seen all that was sent before.
+
+        Raises:
+            NotConnectedError: the connection is away or broke meanwhile.
+        """
+        try:
+            await self.client.flush()
+        except nats.errors.Error as error:
+            raise NotConnectedError(f"the server did not answer: {error}") from error
 
     async def start(self) -> None:
         """Listen for answers."""
@@ -192,6 +199,7 @@ class Link:
                 future.set_exception(NoAnswerError())
         for look in list(self._on_sweep.values()):
             look()
+        self.client.revive()
         self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self.sweep)
 
     def stop(self) -> None:
@@ -267,10 +275,7 @@ async def open_link(urls: list[str], settings: ConnectSettings, *, role: str = "
         yield link
     finally:
         link.stop()
-        with anyio.CancelScope(shield=True), anyio.move_on_after(2):
-            if client.is_connected:
-                await client.written()
-            await client.close()
+        await _close(client, 2.0)
 
 
 async def _connect(link: Link, urls: list[str], settings: ConnectSettings, name: str) -> None:
@@ -292,22 +297,28 @@ async def _connect(link: Link, urls: list[str], settings: ConnectSettings, name:
                 **options,
             )
     except TimeoutError as error:
-        await _abandon(link.client)
+        await _close(link.client, 1.0)
         raise NotConnectedError(
             f"expected a NATS server at {', '.join(map(_without_secret, urls))} within {settings.connect_deadline_s} s, "
             f"found: {link.state().last_error or 'no answer'}"
         ) from error
+    except ImportError as error:
+        await _close(link.client, 1.0)
+        raise NotConnectedError("credentials and nkeys need the package nkeys: pip install nkeys") from error
     except (nats.errors.Error, OSError, ValueError) as error:
-        await _abandon(link.client)
+        await _close(link.client, 1.0)
         raise NotConnectedError(f"can't connect to {', '.join(map(_without_secret, urls))}: {error}") from error
     except BaseException:
-        await _abandon(link.client)
+        await _close(link.client, 1.0)
         raise
     await link.connected()
 
 
-async def _abandon(client: WireClient) -> None:
-    with anyio.CancelScope(shield=True), anyio.move_on_after(1):
+async def _close(client: WireClient, deadline_s: float) -> None:
+    """Send what is queued and close. A connection that breaks meanwhile is closed, too."""
+    with anyio.CancelScope(shield=True), anyio.move_on_after(deadline_s), suppress(OSError, nats.errors.Error):
+        if client.is_connected:
+            await client.written()
         await client.close()
 
 

@@ -106,8 +106,9 @@ async def send(link: Link, subject: str, data: bytes | memoryview, head: bytes, 
         try:
             answer = await link.ask(subject, data, headers=head, timeout_s=link.settings.request_timeout_s)
         except (LinkLostError, NoAnswerError):
-            tried, reason = True, "no confirmation"
+            tried, reason, pause_s = True, "no confirmation", 0.0
         else:
+            pause_s = RETRY_WAIT_S
             if status_of(answer.headers) != 503:
                 ack = _ack_decoder.decode(answer.data)
                 if ack.error is None or ack.error.err_code == Code.WRONG_LAST_SEQUENCE:
@@ -119,7 +120,7 @@ async def send(link: Link, subject: str, data: bytes | memoryview, head: bytes, 
             raise PublishTimeoutError(
                 f"{subject!r}: {reason} within {link.settings.publish_deadline_s} s; publishing it again is safe"
             )
-        await anyio.sleep(0 if tried else RETRY_WAIT_S)
+        await anyio.sleep(pause_s)
 
 
 def _refused(subject: str, error: ErrorBody) -> str:

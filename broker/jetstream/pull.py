@@ -17,8 +17,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+import anyio
 from nats.aio.subscription import Subscription
 
+from broker.errors import NotConnectedError, RetryableBrokerError
+from broker.jetstream.api import RETRY_WAIT_S
 from broker.jetstream.headers import header, status_of, status_text
 from broker.jetstream.link import Link
 
@@ -45,12 +48,14 @@ class Pull:
         prefetch: int,
         max_bytes: int,
         recover: Callable[[str], Awaitable[str]],
+        ack_wait_s: float | None = None,
     ) -> None:
         """Args:
         link: The connection.
         prefetch: Most messages held at once.
         max_bytes: Most bytes queued at once, roughly.
         recover: Makes sure that the consumer exists, given what went wrong; returns `<stream>.<consumer>`.
+        ack_wait_s: After so long the server takes a message for lost; None where nothing is acknowledged.
         """
         self._link = link
         self._prefetch = prefetch
@@ -66,11 +71,14 @@ class Pull:
         self._heard_s = 0.0
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._trouble = ""
+        self._mending = False
+        self._touched_s = 0.0
         self._asking = False
         self._subscription: Subscription | None = None
         self._forget: list[Callable[[], None]] = []
         self.num_rearmed = 0
-        self.count_unsettled = True
+        self._acked = ack_wait_s is not None
+        self._keep_every_s = 0.0 if ack_wait_s is None else ack_wait_s / 3
 
     async def open(self) -> None:
         """Start to pull."""
@@ -89,14 +97,14 @@ class Pull:
             Whatever `recover` raises when the consumer can't be had again.
         """
         while not self._queue:
-            if self._trouble:
+            if self._trouble and not self._mending:
                 await self._mend()
                 continue
             self._ask()
             await self._woken()
         raw = self._queue.popleft()
         self._queued_bytes -= len(raw.data)
-        if self.count_unsettled:
+        if self._acked:
             self._unsettled += 1
         return raw
 
@@ -115,7 +123,8 @@ class Pull:
             raise
 
     def _look(self) -> None:
-        """Now and then: is what was asked for still known to the server?"""
+        """Now and then: keep what is queued, and see whether what was asked for is still known to the server."""
+        self._keep_queued()
         if not self._waiters or self._trouble:
             return
         patience_s = MISSED_HEARTBEATS * self._link.settings.idle_heartbeat_s
@@ -123,6 +132,16 @@ class Pull:
             self.trouble("no heartbeat")
         else:
             self._ask()
+
+    def _keep_queued(self) -> None:
+        """A message that waits here for a free handler must not be taken for lost and handed to others."""
+        now_s = time.monotonic()
+        if not self._keep_every_s or now_s - self._touched_s < self._keep_every_s:
+            return
+        self._touched_s = now_s
+        if self._link.client.is_connected:
+            for raw in self._queue:
+                self._link.client.send_nowait(b"PUB %b 4\r\n+WPI\r\n" % raw.reply)
 
     def _wake(self) -> None:
         """Wake one of the callers who wait: each message needs only one."""
@@ -153,15 +172,16 @@ class Pull:
         if self._subscription is None:
             return
         client = self._link.client
-        if self.count_unsettled:
+        if self._acked:
             client.replace_handler(self._subscription, self._refuse)
             for raw in self._queue:
                 self._refuse(*raw)
         self._queue.clear()
         if client.is_connected:
             client.send_unsubscribe(self._subscription)
-            if self.count_unsettled:
-                await self._link.round_trip()
+            if self._acked:
+                with suppress(NotConnectedError):  # then nothing is under way either
+                    await self._link.round_trip()
         client.forget(self._subscription)
 
     @property
@@ -179,13 +199,30 @@ class Pull:
             self._link.client.send_nowait(b"PUB %b 4\r\n-NAK\r\n" % reply)
 
     async def _mend(self) -> None:
+        """Make sure of the consumer and ask anew; one caller does it for all."""
+        self._mending = True
         reason = self._trouble
-        await self._link.wait_connected(self._link.settings.publish_deadline_s)
-        self._consumer = await self._recover(reason)
-        self._trouble = ""
-        self.num_rearmed += 1
-        self._link.log.info("pulling again", consumer=self._consumer, reason=reason)
-        self._rearm()
+        try:
+            self._consumer = await self._recover_patiently(reason)
+            self._trouble = ""
+            self.num_rearmed += 1
+            self._link.log.info("pulling again", consumer=self._consumer, reason=reason)
+            self._rearm()
+        finally:
+            self._mending = False
+            self._wake()
+
+    async def _recover_patiently(self, reason: str) -> str:
+        """However long the broker is away: whoever waits for messages waits for it, too."""
+        while True:
+            try:
+                await self._link.wait_connected(self._link.settings.publish_deadline_s)
+                return await self._recover(reason)
+            except RetryableBrokerError as error:
+                if self._link.client.is_closed:
+                    raise
+                self._link.log.warning("can't pull: the broker is away", reason=reason, error=str(error))
+            await anyio.sleep(RETRY_WAIT_S)
 
     def _rearm(self) -> None:
         self._generation += 1

@@ -47,7 +47,6 @@ class Reader:
         self._made_s = 0.0
         self.num_gaps = 0
         self._pull = Pull(link, prefetch=PREFETCH, max_bytes=MAX_BYTES, recover=self._make_consumer)
-        self._pull.count_unsettled = False
 
     async def open(self, *, follow: bool) -> None:
         """Start; without `follow`, fix where to end."""

@@ -24,17 +24,28 @@ _NEEDED: Final = (
     "_process_msg",
     "_process_err",
     "_process_op_err",
+    "_process_pong",
+    "_attempt_reconnect",
     "_send_subscribe",
     "_send_unsubscribe",
+)
+_NEEDED_FIELDS: Final = (
+    "_sid",
+    "_subs",
+    "_pending",
+    "_pending_data_size",
+    "_flush_queue",
+    "_pongs",
+    "_pongs_received",
+    "_pings_outstanding",
+    "_reconnection_task",
 )
 
 
 def check_client() -> None:
     """Raise BrokerError if the installed nats-py lacks the parts that `WireClient` builds on."""
     missing = [name for name in _NEEDED if not hasattr(Client, name)]
-    missing += [
-        name for name in ("_sid", "_pending", "_pending_data_size", "_flush_queue") if name not in vars(Client())
-    ]
+    missing += [name for name in _NEEDED_FIELDS if name not in vars(Client())]
     if missing:
         raise BrokerError(f"this nats-py lacks {', '.join(missing)}: install the version named in constraints.txt")
 
@@ -104,6 +115,21 @@ class WireClient(Client):
                 handler(subject, reply, data, headers)
             except Exception as error:  # noqa: BLE001 - raised here it would end the connection's read loop in silence
                 await self._error_cb(error)
+
+    async def _process_pong(self) -> None:
+        """nats-py's own ends the read loop when somebody stopped waiting for this pong."""
+        if self._pongs:
+            future = self._pongs.pop(0)
+            if not future.done():
+                future.set_result(True)
+            self._pongs_received += 1
+            self._pings_outstanding = 0
+
+    def revive(self) -> None:
+        """Try again if the task that reconnects has died of something it did not expect."""
+        task = self._reconnection_task
+        if self.is_reconnecting and task is not None and task.done():
+            self._reconnection_task = asyncio.get_running_loop().create_task(self._attempt_reconnect())
 
     async def _process_err(self, err_msg: str) -> None:
         """nats-py closes for good on most errors of the server; a connection here is renewed instead."""
