@@ -9,13 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Final
-
-import numpy as np
 
 from stages.assembly.balance import Bins, bin_sums, karmarkar_karp
-
-_FULL: Final = np.iinfo(np.int64).max
 
 
 def first_fit_decreasing(tokens: Sequence[int], capacity: int, *, min_bins: int = 1, multiple: int = 1) -> Bins:
@@ -88,21 +83,22 @@ def spread_out(tokens: Sequence[int], bins: Bins, num_bins: int) -> Bins:
 
 def _first_fit(tokens: Sequence[int], capacity: int, min_bins: int) -> Bins:
     bins: Bins = []
-    sums_B = np.full(max(len(tokens), 1), _FULL, dtype=np.int64)
-    rank_B = np.zeros_like(sums_B)
+    # number of rows → bins with so many, as a heap of (tokens, bin): where its lightest has no room, none has.
+    by_count: dict[int, list[tuple[int, int]]] = {}
     for item in sorted(range(len(tokens)), key=lambda index: (-tokens[index], index)):
-        chosen = -1
+        size = tokens[item]
+        weight, chosen = 0, len(bins)
         if len(bins) >= min_bins:
-            room_B = sums_B[: len(bins)] <= capacity - tokens[item]
-            chosen = int(np.argmin(np.where(room_B, rank_B[: len(bins)], _FULL)))
-            chosen = chosen if room_B[chosen] else -1
-        if chosen < 0:
-            chosen = len(bins)
+            for count in sorted(by_count):
+                if by_count[count][0][0] + size <= capacity:
+                    weight, chosen = heapq.heappop(by_count[count])
+                    if not by_count[count]:
+                        del by_count[count]
+                    break
+        if chosen == len(bins):
             bins.append([])
-            sums_B[chosen] = 0
         bins[chosen].append(item)
-        sums_B[chosen] += tokens[item]
-        rank_B[chosen] = len(bins[chosen]) * (capacity + 1) + sums_B[chosen]
+        heapq.heappush(by_count.setdefault(len(bins[chosen]), []), (weight + size, chosen))
     return bins
 
 
