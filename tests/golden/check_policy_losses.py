@@ -98,7 +98,28 @@ def check_ppo(case: Case) -> None:
         return
     filters, weight = read_correction(rejection)
     config = LossConfig(method=_ppo_method(params), proximal="recompute", filters=filters, behaviour_weight=weight)
+    if case.defect:
+        _check_certain_tokens_stay(case, config)
+        return
     _check_areal(case, config)
+
+
+def _check_certain_tokens_stay(case: Case, config: LossConfig) -> None:
+    """The reference's only defect here: a binary KL that is not a number for tokens which both policies are certain of."""
+    assert [one.metric for one in config.filters] == ["binary_kl"], f"unknown defect: {case.note}"
+    at = layout(case)
+    batch = areal_batch(case, at)
+    outcome = run_loss(at, at.floats(case.inputs["logprobs"]), batch, config, areal_weights(case, at, batch))
+    certain_T = _certain(case, at, outcome.terms.mask_T)
+    assert bool(outcome.terms.keep_T[certain_T].all())
+    assert np.isfinite(outcome.loss)
+    assert bool(outcome.grad.isfinite().all())
+
+
+def _certain(case: Case, at: Layout, mask_T: Tensor) -> Tensor:
+    """Trained tokens of probability 1 (in float32) under both policies."""
+    prox_T, old_T = at.floats(case.inputs["proximal_logprobs"]), at.floats(case.inputs["old_logprobs"])
+    return mask_T & (prox_T.float().exp() == 1) & (old_T.float().exp() == 1)
 
 
 def _ppo_method(params: Fields) -> Method:
@@ -214,6 +235,11 @@ def check_rejection(case: Case) -> None:
         filters=(one,),
         weight=weight,
     )
+    if case.defect:
+        assert one.metric == "binary_kl", f"unknown defect: {case.note}"
+        certain_T = _certain(case, at, mask_T)
+        assert bool(found.keep_T[certain_T].all())
+        return
     infinite_T = _infinite_ratios(case, at, mask_T, one)
     same = at.back(~infinite_T)
     want_mask = torch.as_tensor(array(case.expected["loss_mask"])).bool()
@@ -248,8 +274,14 @@ def check_m2po_mask(case: Case) -> None:
     mask_T = at.mask(case.inputs["loss_mask"])
     moment_T = (at.floats(case.inputs["old_logprobs"]) - at.floats(case.inputs["proximal_logprobs"])).square()
     kept_T = mask_T & (moment_T <= m2po_cutoff(moment_T[mask_T], number(case.params, "m2_threshold")))
-    assert np.array_equal(at.back(kept_T).numpy(), array(case.expected["loss_mask"]).astype(bool))
-    assert int((mask_T & ~kept_T).sum()) == case.expected["n_masked"]
+    want_T = at.mask(case.expected["loss_mask"])
+    # Tokens of equal value stay together here; the reference cuts through them in the order of its sort.
+    apart_T = kept_T ^ want_T
+    if apart_T.any():
+        tied = moment_T[apart_T].unique()
+        assert len(tied) == 1
+        assert int((moment_T[mask_T] == tied).sum()) > int(apart_T.sum())
+    assert int((mask_T & ~want_T).sum()) == case.expected["n_masked"]
 
 
 def check_end_to_end(case: Case) -> None:
@@ -435,55 +467,76 @@ def check_error(case: Case) -> None:
     params, inputs = case.params, case.inputs
     if "old_logprobs" in inputs:
         _check_rows_are_required(case)
-        return
-    with pytest.raises((LossConfigError, msgspec.ValidationError)):
+    elif "rollout_is" in params:
+        with pytest.raises((AssertionError, ValueError)):
+            verl_weights(case)
+    elif _offered_here(params):
         _build(params)
+    else:
+        with pytest.raises((LossConfigError, msgspec.ValidationError)):
+            _build(params)
+
+
+def _offered_here(params: Fields) -> bool:
+    """Settings that the reference refuses by choice and this project has: binary KL, and SAPO against a proximal policy."""
+    alone = params.get("use_sapo_loss") and not params.get("use_cispo_loss")
+    return (params.get("metric") == "binary_kl" and params.get("action") != "clamp") or bool(
+        alone and params.get("use_decoupled_loss")
+    )
 
 
 def _build(params: Fields) -> object:
-    """The settings of a refused case, as this project would be given them."""
-    if "tau_pos" in params and "use_sapo_loss" not in params:
-        return Sapo(tau_pos=number(params, "tau_pos"), tau_neg=number(params, "tau_neg"))
+    """The settings of a case without data, as this project would be given them."""
+    params.without_effect("use_decoupled_loss")
     if "metric" in params or "level" in params:
-        return msgspec.convert(
-            {"upper": 2.0}
-            | {_FILTER_NAMES.get(key, key): params[key] for key in params if params.get(key) is not None},
-            Filter,
-        )
-    fields: dict[str, object] = {"kind": "ppo"}
-    renamed = {"c_clip": "dual_clip", "importance_sampling_level": "level"}
-    for key in params:
-        value = params[key]
-        if key == "use_cispo_loss" or (
-            key == "eps_clip_higher" and "use_cispo_loss" not in params and "use_sapo_loss" not in params
-        ):
-            fields["kind"] = "cispo"
-        if key == "use_sapo_loss" and value:
-            fields |= {"tau_pos": 1.0, "tau_neg": 1.05}  # a second method's settings beside the first's
-        elif not key.startswith("use_") and (value is not None or key == "eps_clip_higher"):
-            fields[renamed.get(key, key)] = value
+        given = {"agg" if key == "aggregation" else key: params[key] for key in params if params.get(key) is not None}
+        given["aggregation"] = given.pop("agg", "mean")
+        return msgspec.convert({"upper": 2.0} | given, Filter)
+    flags = {"cispo": params.get("use_cispo_loss"), "sapo": params.get("use_sapo_loss")}
+    kinds = [kind for kind, wanted in flags.items() if wanted]
+    if not kinds:
+        bare_cispo = "eps_clip_higher" in params and "c_clip" not in params
+        kinds = ["sapo" if "tau_pos" in params else "cispo" if bare_cispo else "ppo"]
+    fields: dict[str, object] = {}
+    for kind in kinds:  # two methods: the settings of both, which no method takes
+        fields |= {"kind": kind, **_fields(params, kind)}
+    params.without_effect(*params)
     return msgspec.convert({"method": fields}, LossConfig)
 
 
-_FILTER_NAMES = {"agg": "aggregation"}
+def _fields(params: Fields, kind: str) -> dict[str, object]:
+    renamed = {
+        "c_clip": "dual_clip",
+        "importance_sampling_level": "level",
+        "sapo_tau_pos": "tau_pos",
+        "sapo_tau_neg": "tau_neg",
+    }
+    found = {renamed.get(key, key): params[key] for key in params if not key.startswith("use_")}
+    if kind == "sapo":
+        return {"tau_pos": 1.0, "tau_neg": 1.05} | {
+            key: found[key] for key in ("tau_pos", "tau_neg", "level") if key in found
+        }
+    # A cap of None is the error in question; other values that are not given stay away.
+    return {
+        key: value
+        for key, value in found.items()
+        if value is not None or (kind == "cispo" and key == "eps_clip_higher")
+    }
 
 
 def _check_rows_are_required(case: Case) -> None:
     """Row-level settings can't run without rows here: a batch has them by construction."""
-    level = case.params["level"]
+    level = case.params.get("level") or case.params.get("importance_sampling_level")
     assert level == "sequence", level
+    case.params.without_effect(*case.params)
+    case.inputs.without_effect(*case.inputs)
     at = layout(case)
     mask_T = at.mask(case.inputs["loss_mask"])
+    logp_T = at.floats(case.inputs["old_logprobs"])
     with pytest.raises(TypeError, match="rows"):
-        admit(
-            at.floats(case.inputs["proximal_logprobs"]),
-            at.floats(case.inputs["old_logprobs"]),
-            mask_T,
-            filters=(),
-            weight="none",
-        )  # pyright: ignore[reportCallIssue] - the point of the test
-    with pytest.raises(TypeError):
-        Rows(row_T=mask_T.long())  # pyright: ignore[reportCallIssue] - same
+        admit(logp_T, logp_T, mask_T, filters=(), weight="none")
+    with pytest.raises(TypeError, match="num_rows"):
+        Rows(row_T=mask_T.long())
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {

@@ -27,6 +27,7 @@ from stages.learning.losses.methods import Method
 from stages.learning.losses.minibatch import only_rank, prepare_minibatch
 from stages.learning.losses.policy import policy_terms
 from stages.learning.losses.ppo import Ppo
+from stages.learning.losses.reinforce import Reinforce
 from stages.learning.losses.sapo import Sapo
 
 CLAMP = 20.0
@@ -124,14 +125,20 @@ def check_dppo(case: Case, divergence: str) -> None:
 
 
 def check_other(case: Case) -> None:
-    params = case.params
-    if "dro_beta" in params:
-        return _check(case, Dro(beta=number(params, "dro_beta")), mode=params["loss_agg_mode"], clamp=None)
-    if "kl_cov_ratio" in params:
-        return _check_kl_cov(case)
-    if "clip_ratio" in params or "clip_ratio_low" in params:
-        return _check_geo_mean(case)
-    raise AssertionError(f"no loss is known that has the parameters {list(params)}")
+    """Losses that other references don't have; the data name the function that they came from."""
+    function = case.source.rpartition("compute_policy_loss_")[2]
+    match function:
+        case "dro":
+            _check(case, Dro(beta=number(case.params, "dro_beta")), mode=case.params["loss_agg_mode"], clamp=None)
+        case "kl_cov":
+            _check_kl_cov(case)
+        case "geo_mean":
+            _check_geo_mean(case)
+        case "gpg" | "reinforce":
+            case.params.without_effect("clip_ratio")
+            _check(case, Reinforce(), mode=case.params["loss_agg_mode"], clamp=None)
+        case _:
+            raise AssertionError(f"{function} is unknown")
 
 
 def _check_kl_cov(case: Case) -> None:
