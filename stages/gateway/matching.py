@@ -4,7 +4,7 @@ Two messages get the same digest when they are equal up to what real clients are
 
 - cache marks, unknown keys, a string instead of one text block: gone with parsing;
 - an assistant's text of blanks only, dropped; null and missing content;
-- tool arguments: key order, spacing, an added default of the tool's schema, "5" or 5.0 for the integer 5, and what Claude Code does to
+- tool arguments: key order, spacing, an added default of the tool's schema, "5" or 5.0 for the integer 5, "true" for true, and what Claude Code does to
   three of its own tools (`_REWRITES`); arguments that it could not parse come back wrapped;
 - ids of tool calls left out, reasoning left out (both judged apart from the digest, in the forest).
 
@@ -110,6 +110,8 @@ def _same(left: object, right: object) -> bool:
 def _normal(value: object, kind: object) -> object:
     if isinstance(value, float) and value.is_integer():
         return int(value)
+    if isinstance(value, str) and kind == "boolean":
+        return {"true": True, "false": False}.get(value, value)
     if isinstance(value, str) and kind in ("integer", "number"):
         try:
             number = float(value)

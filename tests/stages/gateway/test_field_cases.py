@@ -291,5 +291,3 @@ async def test_a_budget_used_up_by_an_abort_ends_without_another_request__slime_
         response = await client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 2})
     assert response.json()["choices"][0]["finish_reason"] == "length"
     assert len(home.engine.requests) == 1
-
-

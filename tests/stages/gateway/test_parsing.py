@@ -11,7 +11,9 @@ from stages.gateway.parsing import output_parser
 from stages.gateway.settings import ToolFormat
 
 TOOLS = {
-    "f": Tool(name="f", parameters={"type": "object", "properties": {"n": {"type": "integer"}, "o": {"type": "object"}}})
+    "f": Tool(
+        name="f", parameters={"type": "object", "properties": {"n": {"type": "integer"}, "o": {"type": "object"}}}
+    )
 }
 PIECES = st.sampled_from(
     [

@@ -27,7 +27,11 @@ async def ask(home, token, body=HELLO, path=CHAT, **headers):
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [(CHAT, "authentication_error"), ("/v1/responses", "authentication_error"), ("/v1/messages", "authentication_error")],
+    [
+        (CHAT, "authentication_error"),
+        ("/v1/responses", "authentication_error"),
+        ("/v1/messages", "authentication_error"),
+    ],
 )
 async def test_no_token_and_foreign_tokens_are_401_in_the_protocols_own_shape(path, kind):
     home = house()
@@ -206,7 +210,9 @@ async def test_a_session_goes_on_at_another_gateway_with_its_exact_tokens():
 
 async def test_raw_prompts_survive_a_dead_gateway_too():
     recorder, payloads = MemoryRecorder(), MemoryPayloads()
-    first = house(FakeEngine(["two", [chunk_of([9, 8], finish=FinishReason.STOP)]]), recorder=recorder, payloads=payloads)
+    first = house(
+        FakeEngine(["two", [chunk_of([9, 8], finish=FinishReason.STOP)]]), recorder=recorder, payloads=payloads
+    )
     ticket = await first.gateway.open_session("s")
     await ask(first, ticket.token, {"prompt": "one "}, "/v1/completions")
     await ask(first, ticket.token, {"prompt": [50, 51]}, "/v1/completions")
@@ -317,7 +323,11 @@ async def test_a_failure_inside_a_stream_is_told_in_the_stream():
     cut = [chunk_of(TOKENIZER.encode("half"))]
     home = house(FakeEngine([cut]), limits=GatewayLimits(resume_delay_s=0, max_resumes=0))
     ticket = await home.gateway.open_session("s")
-    for path, sign in ((CHAT, '"code":"unavailable"'), ("/v1/messages", "event: error"), ("/v1/responses", "response.failed")):
+    for path, sign in (
+        (CHAT, '"code":"unavailable"'),
+        ("/v1/messages", "event: error"),
+        ("/v1/responses", "response.failed"),
+    ):
         body = {"input": "x"} if path == "/v1/responses" else HELLO
         response = await ask(home, ticket.token, body | {"stream": True}, path)
         assert response.status_code == 200
@@ -381,12 +391,19 @@ async def test_a_client_that_goes_away_aborts_its_request():
     engine = FakeEngine(gate=anyio.Event())
     home = house(engine)
     ticket = await home.gateway.open_session("s")
-    async with served(home) as url:
-        with anyio.move_on_after(0.2):
+    async with served(home) as url, anyio.create_task_group() as tasks:
+
+        async def call():
             async with httpx.AsyncClient(base_url=url) as client:
                 await client.post(CHAT, json=HELLO, headers={"authorization": f"Bearer {ticket.token}"})
-        while not engine.closed:
-            await anyio.sleep(0.01)
+
+        tasks.start_soon(call)
+        while not engine.started:
+            await anyio.sleep(0.005)
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True), anyio.fail_after(10):
+            while not engine.closed:
+                await anyio.sleep(0.005)
     assert home.recorder.interactions("s") == []
 
 
