@@ -17,7 +17,7 @@ import anyio.to_thread
 from broker.errors import PayloadMissingError, StoreFullError
 from broker.naming import inline_payload
 from schemas.ids import is_safe_token
-from schemas.payload import PayloadRef, check_payload, content_id
+from schemas.payload import RUN_STORE, PayloadRef, check_payload, content_id
 
 PARALLEL: Final = 8
 """Files of one store that are read or written at the same time."""
@@ -41,12 +41,12 @@ class DirectoryPayloads:
 
     async def put(self, data: bytes | memoryview) -> PayloadRef:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        ref = PayloadRef(store=self.name, id=content_id(view), size_bytes=len(view))
+        ref = PayloadRef(store=RUN_STORE, id=content_id(view), size_bytes=len(view))
         await anyio.to_thread.run_sync(self._write, ref, view, limiter=self._limiter)
         return ref
 
     async def get(self, ref: PayloadRef) -> memoryview:
-        inside = inline_payload(ref, self.name)
+        inside = inline_payload(ref)
         if inside is not None:
             return inside
         return memoryview(await anyio.to_thread.run_sync(self._read, ref, limiter=self._limiter))

@@ -13,7 +13,7 @@ import msgspec
 from broker.errors import PayloadMissingError
 from schemas.errors import InvalidIdError
 from schemas.ids import check_run_id
-from schemas.payload import PayloadRef, check_payload
+from schemas.payload import INLINE, RUN_STORE, PayloadRef, check_payload
 from schemas.subjects import check_filter, matches
 
 LOG_PREFIX: Final = "hr"
@@ -104,19 +104,19 @@ def check_talk_subject(subject: str) -> None:
         )
 
 
-def inline_payload(ref: PayloadRef, store: str) -> memoryview | None:
-    """The bytes that ride inside `ref`; None if they lie in `store`.
+def inline_payload(ref: PayloadRef) -> memoryview | None:
+    """The bytes that ride inside `ref`; None if they lie in the run's store.
 
     Raises:
-        PayloadMissingError: they lie in another store.
+        PayloadMissingError: they lie in no store that a run has.
         DigestError: the bytes inside differ from the reference.
     """
-    if ref.store == "inline":
+    if ref.store == INLINE:
         data = ref.inline if ref.inline is not None else memoryview(b"")
         check_payload(ref, data)
         return data
-    if ref.store != store:
-        raise PayloadMissingError(f"payload {ref.id} lies in the store {ref.store!r}; this is {store!r}")
+    if ref.store != RUN_STORE:
+        raise PayloadMissingError(f"payload {ref.id}: expected the store 'inline' or 'run', found {ref.store!r}")
     return None
 
 

@@ -17,7 +17,7 @@ from broker.jetstream.parallel import for_each
 from broker.jetstream.publish import Gate, get_last_answer, send
 from broker.naming import RunNames, inline_payload
 from broker.shapes import Purged, StreamInfo
-from schemas.payload import PayloadRef, check_payload, content_id
+from schemas.payload import RUN_STORE, PayloadRef, check_payload, content_id
 
 HEADROOM_BYTES: Final = 4096
 """Of max_payload, kept for subject and headers."""
@@ -39,7 +39,7 @@ class JetStreamPayloads:
 
     async def put(self, data: bytes | memoryview) -> PayloadRef:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        ref = PayloadRef(store=self.name, id=content_id(view), size_bytes=len(view))
+        ref = PayloadRef(store=RUN_STORE, id=content_id(view), size_bytes=len(view))
         size = min(self._link.settings.payload_chunk_bytes, self._link.client.max_payload - HEADROOM_BYTES)
         chunks = [view[start : start + size] for start in range(0, len(view), size)] or [view]
         if not await self._put_chunk(ref.id, 0, chunks[0], len(chunks)) and await self._is_whole(ref.id, len(chunks)):
@@ -75,7 +75,7 @@ class JetStreamPayloads:
         return len(info.state.subjects or {}) == num_chunks
 
     async def get(self, ref: PayloadRef) -> memoryview:
-        inside = inline_payload(ref, self.name)
+        inside = inline_payload(ref)
         if inside is not None:
             return inside
         first = await self._get_chunk(ref, 0)

@@ -6,7 +6,7 @@ import anyio.lowlevel
 
 from broker.errors import PayloadMissingError
 from broker.naming import inline_payload
-from schemas.payload import PayloadRef, check_payload, content_id
+from schemas.payload import RUN_STORE, PayloadRef, check_payload, content_id
 
 
 class MemoryPayloads:
@@ -27,11 +27,11 @@ class MemoryPayloads:
         await anyio.lowlevel.checkpoint()
         payload_id = content_id(data)
         self.blobs.setdefault(payload_id, bytes(data))
-        return PayloadRef(store=self.name, id=payload_id, size_bytes=len(data))
+        return PayloadRef(store=RUN_STORE, id=payload_id, size_bytes=len(data))
 
     async def get(self, ref: PayloadRef) -> memoryview:
         await anyio.lowlevel.checkpoint()
-        inside = inline_payload(ref, self.name)
+        inside = inline_payload(ref)
         if inside is not None:
             return inside
         blob = self.blobs.get(ref.id)

@@ -10,8 +10,6 @@ from ops.secrets import CONTROL_KEY_ENV, GENERATION_KEY_ENV, RunSecrets
 from ops.supervise.process import ProcessSpec, RestartPolicy, python
 from ops.wiring import LIGHT_STAGES
 
-LEASH = "ops.leash"
-
 
 def arena_process(folder: RunFolder, config_file: str, environment: Mapping[str, str]) -> ProcessSpec:
     """The local Arena."""
@@ -22,6 +20,8 @@ def arena_process(folder: RunFolder, config_file: str, environment: Mapping[str,
         log_file=str(folder.logs / "arena.log"),
         waits_for_ready=True,
         ready_deadline_s=60.0,
+        serves_others=True,
+        stop_deadline_s=2.0,
     )
 
 
@@ -34,6 +34,7 @@ def worker_process(
         argv=python("-m", "ops", "worker", *stages, "--run-dir", str(folder.path)),
         env=environment,
         log_file=str(folder.logs / f"{name}.log"),
+        stop_deadline_s=7.0,
     )
 
 

@@ -48,9 +48,9 @@ def _head(progress: Progress, width: int) -> Panel:
             f"{name} {int(_gauge(sampling, f'groups_{name}'))}" for name in ("issued", "running", "waiting", "trained")
         ),
         f"staleness {int(_gauge(trainer, 'staleness'))} of {config.sampling.max_staleness}"
-         f"   sampling {_gauge(gateway, 'tokens_per_s'):,.0f} tok/s"
-         f"   training {_gauge(trainer, 'tokens_per_s'):,.0f} tok/s"
-         f"   step {_gauge(trainer, 'step_s'):.2f} s",
+        f"   sampling {_gauge(gateway, 'tokens_per_s'):,.0f} tok/s"
+        f"   training {_gauge(trainer, 'tokens_per_s'):,.0f} tok/s"
+        f"   step {_gauge(trainer, 'step_s'):.2f} s",
     ]
     return Panel("\n".join(lines), title=f"run {config.run.id}", title_align="left", border_style="cyan")
 

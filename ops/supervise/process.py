@@ -49,6 +49,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Its first line on standard output says that it serves; `on_ready` gets it."""
     ready_deadline_s: float = 60.0
     stop_deadline_s: float = 8.0
+    serves_others: bool = False
+    """Stopped only when all that don't are gone: they may still need it to clean up."""
     finishes: bool = False
     """Exit code 0 means that its work is done, not that it must be started again."""
 
@@ -129,7 +131,7 @@ class SupervisedProcess:
             text = Path(self.spec.log_file).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return []
-        return text.splitlines()[-LAST_LINES:]
+        return [_readable(line) for line in text.splitlines()[-LAST_LINES:]]
 
     async def _run_once(self) -> int:
         spec = self.spec
@@ -187,6 +189,16 @@ class SupervisedProcess:
 def python(*arguments: str) -> list[str]:
     """The command line that runs a module of this installation."""
     return [sys.executable, *arguments]
+
+
+def _readable(line: str) -> str:
+    """A JSON log line as a person reads it, without its traceback; other lines as they are."""
+    try:
+        entry = msgspec.json.decode(line, type=dict[str, object])
+    except msgspec.DecodeError:
+        return line
+    event, level = entry.get("event", ""), entry.get("level", "")
+    return " ".join(str(part) for part in (level, event, entry.get("error", "")) if part)
 
 
 def _exit_text(code: int) -> str:

@@ -54,11 +54,13 @@ class Supervisor:
             raise self.failure
 
     async def stop(self) -> None:
-        """Stop all, the last started first, in parallel within their deadlines."""
+        """Stop all, in parallel within their deadlines; those that serve others come last."""
         with anyio.CancelScope(shield=True):
-            async with anyio.create_task_group() as tasks:
-                for process in reversed(list(self.processes.values())):
-                    tasks.start_soon(process.stop)
+            for serves_others in (False, True):
+                async with anyio.create_task_group() as tasks:
+                    for process in self.processes.values():
+                        if process.spec.serves_others is serves_others:
+                            tasks.start_soon(process.stop)
 
     async def _watch(self, process: SupervisedProcess) -> None:
         try:
