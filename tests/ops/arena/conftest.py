@@ -1,4 +1,4 @@
-"""Local Arenas as processes of their own, driven by plain HTTP, and a scripted chat endpoint."""
+"""Local Arenas driven by plain HTTP, and a scripted chat endpoint."""
 
 import asyncio
 import json
@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 from aiohttp import web
+
+from ops.arena import ArenaSecrets, load_config, serve
 
 TOKEN, LLM_KEY, UPSTREAM_KEY = "control-token", "gateway-key", "upstream-key"
 CONFIG = """
@@ -29,7 +32,7 @@ key = "under-test"
 
 
 class Arena:
-    """One running `python -m ops.arena`."""
+    """One running Arena."""
 
     def __init__(self, process, url: str, http: aiohttp.ClientSession) -> None:
         self.process, self.url, self.http = process, url, http
@@ -84,23 +87,36 @@ class Arena:
 
 @pytest.fixture
 async def start_arena(tmp_path: Path):
-    """Starts `python -m ops.arena` with a harness, extra stream settings and a fault plan."""
-    processes = []
+    """Starts local Arenas in this process, with a harness and extra settings."""
+    running: list[asyncio.Task[None]] = []
     async with aiohttp.ClientSession() as http:
 
         async def start(harness: str = 'kind = "scripted"', stream: str = "", rest: str = "") -> Arena:
-            path = tmp_path / f"arena-{len(processes)}.toml"
-            path.write_text(CONFIG.format(harness=harness, stream=stream, rest=rest))
+            config = load_config(_written(tmp_path, harness, stream, rest))
+            ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            secrets = ArenaSecrets(openapi_token=TOKEN, llm_api_key=LLM_KEY)
+            running.append(asyncio.create_task(serve(config, ready=ready.set_result, secrets=secrets)))
+            return Arena(psutil.Process(), await ready, http)
+
+        yield start
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+@pytest.fixture
+async def start_process(tmp_path: Path):
+    """Starts `python -m ops.arena` with a harness."""
+    processes = []
+    async with aiohttp.ClientSession() as http:
+
+        async def start(harness: str = 'kind = "scripted"') -> Arena:
+            path = _written(tmp_path, harness, "", "")
             envs = {**os.environ, "ARENA_OPENAPI_TOKEN": TOKEN, "ARENA_LLM_API_KEY": LLM_KEY}
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "ops.arena",
-                str(path),
-                env=envs,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
+                sys.executable, "-m", "ops.arena", str(path),
+                env=envs, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
             processes.append(process)
             line = await process.stdout.readline()
             assert line, (await process.stderr.read()).decode()
@@ -112,6 +128,12 @@ async def start_arena(tmp_path: Path):
             process.terminate()
     for process in processes:
         await process.communicate()
+
+
+def _written(folder: Path, harness: str, stream: str, rest: str) -> Path:
+    path = folder / f"arena-{len(list(folder.iterdir()))}.toml"
+    path.write_text(CONFIG.format(harness=harness, stream=stream, rest=rest))
+    return path
 
 
 class Chat:

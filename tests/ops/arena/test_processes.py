@@ -106,10 +106,10 @@ async def test_a_verifier_that_crashes_is_a_failed_evaluation_and_never_a_score(
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-async def test_nothing_survives_an_arena_however_it_ends(start_arena, tmp_path, how) -> None:
+async def test_nothing_survives_an_arena_however_it_ends(start_process, tmp_path, how) -> None:
     marker = tmp_path / "started"
     script = f"(setsid sh -c 'touch {marker}; sleep 300' &) ; sleep 300"
-    arena = await start_arena(_command(script))
+    arena = await start_process(_command(script))
     await arena.launch()
     await _started(marker)
     family = _descendants(arena.process.pid)
@@ -143,7 +143,7 @@ async def test_a_harness_process_that_dies_fails_its_episodes_and_is_started_aga
     arena = await start_arena(_command(f"touch {marker}; sleep 300"))
     task_id = await arena.launch()
     await _started(marker)
-    (worker,) = [p for p in psutil.Process(arena.process.pid).children() if "harness_process" in " ".join(p.cmdline())]
+    (worker,) = [p for p in arena.process.children() if "harness_process" in " ".join(p.cmdline())]
     worker.kill()
     result = await arena.finished(task_id)
     assert (result["status"], result["raw"]["error"]["message"]) == ("HARNESS_FAILED", "the harness process died")
