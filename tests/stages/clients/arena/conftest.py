@@ -92,6 +92,13 @@ async def listening(app: Starlette) -> AsyncGenerator[str]:
 
 
 @pytest.fixture
+async def serve_app():
+    """Serves any app on loopback until the test ends."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield lambda app: stack.enter_async_context(listening(app))
+
+
+@pytest.fixture
 async def upstream():
     fake = Upstream()
     async with listening(Starlette(routes=[Route("/v1/chat/completions", fake.chat, methods=["POST"])])) as url:

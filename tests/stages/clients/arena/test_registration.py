@@ -182,7 +182,8 @@ async def test_clean_up_is_bounded_in_time(start_arena, open_client, endpoint) -
     settings = RegistrationSettings(run_label="l", cleanup_timeout_s=0.05)
     async with asyncio.timeout(5), open_registrations(client, settings, sleep=never) as registrations:
         async with registrations.hold(NAME, endpoint, shared=True):
-            pass
+            assert registrations.names == [NAME]
+        assert registrations.counts.failed_cleanups == 0
     assert registrations.counts.failed_cleanups == 1
 
 
