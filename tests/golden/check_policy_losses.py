@@ -58,10 +58,45 @@ def refused(given: Fields | None) -> bool:
 
 
 def check_refusal(case: Case, given: Fields) -> None:
+    """The settings are refused here. What the reference shares with the same bound as a mask: which rows are outside, and everything
+    about the tokens inside. (At token level it limits the ratio itself to the bounds of a divergence: nothing is shared.)
+    """
     with pytest.raises((LossConfigError, msgspec.ValidationError), match="action"):
         read_filter(given)
-    for fields in (case.params, case.inputs, case.expected):  # the refusal is all there is to see
+    if given["level"] == "sequence":
+        _check_inside(case, _as_mask(given))
+    for fields in (case.params, case.inputs, case.expected):
         fields.without_effect(*fields)
+
+
+def _as_mask(given: Fields) -> Filter:
+    named = {"level": "level", "metric": "metric", "agg": "aggregation", "upper": "upper", "lower": "lower"}
+    return msgspec.convert({"action": "mask"} | {ours: given[theirs] for theirs, ours in named.items()}, Filter)
+
+
+def _check_inside(case: Case, one: Filter) -> None:
+    at, expected = layout(case), case.expected
+    if case.kind == "rejection":
+        mask_T = at.mask(case.inputs["loss_mask"])
+        prox_T, old_T = at.floats(case.inputs["proximal_logprobs"]), at.floats(case.inputs["old_logprobs"])
+        found = admit(prox_T, old_T, mask_T, at.rows, filters=(one,), weight="token")
+        stats = expected
+    else:
+        config = LossConfig(
+            method=_ppo_method(case.params), proximal="recompute", filters=(one,), behaviour_weight="token"
+        )
+        batch = areal_batch(case, at)
+        outcome = run_loss(at, at.floats(case.inputs["logprobs"]), batch, config, areal_weights(case, at, batch))
+        found, mask_T = outcome.terms.admission, batch.loss_mask_T
+        inside = at.back(found.keep_T)
+        assert_close(outcome.per_token, expected["per_token_loss"], case, "token", "per-token loss", where=inside)
+        assert_close(outcome.grad, expected["grad_logprobs"], case, "gradient", "gradient", where=inside)
+        stats = expected["stats"]
+        assert isinstance(stats, Fields)
+    where = at.back(found.keep_T)
+    assert_close(at.back(found.weight_T), stats["behave_imp_weight"], case, "token", "weight", where=where)
+    share = float(found.changed_T.sum()) / max(int(mask_T.sum()), 1)
+    assert_close(share, stats["filtered_fraction"], case, "metric", "share of tokens outside")
 
 
 def areal_batch(case: Case, at: Layout, *, narrowed_T: Tensor | None = None) -> LossBatch:
