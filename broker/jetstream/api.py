@@ -71,12 +71,14 @@ async def call(link: Link, subject: str, body: object, kind: type[T], *, deadlin
     data = b"" if body is None else msgspec.json.encode(body)
     limit_s = link.settings.publish_deadline_s if deadline_s is None else deadline_s
     until_s = time.monotonic() + limit_s
+    timeout_s = link.settings.request_timeout_s
     while True:
         await link.wait_connected(max(0.0, until_s - time.monotonic()))
         try:
-            answer = await link.ask(f"$JS.API.{subject}", data, timeout_s=link.settings.request_timeout_s)
+            answer = await link.ask(f"$JS.API.{subject}", data, timeout_s=min(timeout_s, limit_s))
         except (LinkLostError, NoAnswerError):
             reason = "no answer"
+            timeout_s *= 2
         else:
             if status_of(answer.headers) != 503:
                 error = _error_decoder.decode(answer.data).error

@@ -18,12 +18,14 @@ import anyio
 import msgspec
 
 from broker.api import Published, Record
-from broker.errors import NoSuchStreamError, PublishTimeoutError, StoreFullError, TooLargeError
+from broker.errors import NoSuchStreamError, NotConnectedError, PublishTimeoutError, StoreFullError, TooLargeError
 from broker.jetstream.api import RETRY_WAIT_S, ApiError, Code, ErrorBody, call
 from broker.jetstream.headers import LINE, header, read_headers, status_of, write_headers
 from broker.jetstream.link import Answer, Link, LinkLostError, NoAnswerError
 from broker.shapes import StreamInfo
 
+LOOK_S: Final = 0.5
+"""How long to look for the reason why no stream took a message before it is sent again."""
 _FRAME_BYTES: Final = len(LINE) + 4
 _CREATE: Final = b"Nats-Expected-Last-Subject-Sequence: 0\r\nNats-Msg-Id: %b\r\n"
 
@@ -101,12 +103,14 @@ async def send(link: Link, subject: str, data: bytes | memoryview, head: bytes, 
         PublishTimeoutError, NotConnectedError, StoreFullError, NoSuchStreamError.
     """
     tried = False
+    timeout_s = link.settings.request_timeout_s
     while True:
         await link.wait_connected(until_s - time.monotonic())
         try:
-            answer = await link.ask(subject, data, headers=head, timeout_s=link.settings.request_timeout_s)
+            answer = await link.ask(subject, data, headers=head, timeout_s=timeout_s)
         except (LinkLostError, NoAnswerError):
             tried, reason, pause_s = True, "no confirmation", 0.0
+            timeout_s *= 2  # a server that is only slow must not be asked ever more often
         else:
             pause_s = RETRY_WAIT_S
             if status_of(answer.headers) != 503:
@@ -139,13 +143,14 @@ async def _why_nobody_listens(link: Link, subject: str) -> str:
     prefix, run = subject.split(".", 2)[:2]
     stream = f"{prefix.upper()}_{run}"
     try:
-        await call(link, f"STREAM.INFO.{stream}", None, StreamInfo)
+        await call(link, f"STREAM.INFO.{stream}", None, StreamInfo, deadline_s=LOOK_S)
+    except NotConnectedError:
+        return "no stream listened, and nobody knows why"  # a cluster without a leader, perhaps
     except ApiError as error:
         if error.err_code == Code.STREAM_NOT_FOUND:
             raise NoSuchStreamError(
                 f"no stream keeps {subject!r}: expected {stream} on this broker; create the run's streams first"
             ) from error
-        raise
     return "no stream listened"
 
 

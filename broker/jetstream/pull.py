@@ -27,6 +27,9 @@ from broker.jetstream.link import Link
 
 _GONE: Final = ("consumer deleted", "consumer is push based", "no responders", "bad request", "not found")
 MISSED_HEARTBEATS: Final = 2
+SILENCES_BEFORE_RECOVERY: Final = 3
+"""Pulls in a row that are not even met with a heartbeat before somebody looks whether the consumer is there: while a
+cluster elects a leader nobody answers, and asking again is all that is needed."""
 
 
 class Raw(NamedTuple):
@@ -72,6 +75,7 @@ class Pull:
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._trouble = ""
         self._mending = False
+        self._silences = 0
         self._touched_s = 0.0
         self._asking = False
         self._subscription: Subscription | None = None
@@ -84,7 +88,7 @@ class Pull:
         """Start to pull."""
         self._subscription = await self._link.client.subscribe_direct(f"{self._inbox}.*", self._on_message)
         self._forget = [
-            self._link.on_reconnect(lambda: self.trouble("the connection was renewed")),
+            self._link.on_reconnect(self._renewed),
             self._link.on_sweep(self._look),
         ]
         self._consumer = await self._recover("")
@@ -128,10 +132,22 @@ class Pull:
         if not self._waiters or self._trouble:
             return
         patience_s = MISSED_HEARTBEATS * self._link.settings.idle_heartbeat_s
-        if self._credit and self._link.client.is_connected and time.monotonic() - self._heard_s > patience_s:
+        if not self._credit or not self._link.client.is_connected or time.monotonic() - self._heard_s <= patience_s:
+            self._ask()
+            return
+        self._silences += 1
+        if self._silences >= SILENCES_BEFORE_RECOVERY or not self._acked:
             self.trouble("no heartbeat")
         else:
-            self._ask()
+            self._rearm()
+
+    def _renewed(self) -> None:
+        """The server forgot what was asked for. What it had sent to a reader without acks may be lost, too."""
+        if self._acked and self._consumer and not self._trouble:
+            self._link.log.info("pulling again", consumer=self._consumer, reason="the connection was renewed")
+            self._rearm()
+        else:
+            self.trouble("the connection was renewed")
 
     def _keep_queued(self) -> None:
         """A message that waits here for a free handler must not be taken for lost and handed to others."""
@@ -205,7 +221,7 @@ class Pull:
         try:
             self._consumer = await self._recover_patiently(reason)
             self._trouble = ""
-            self.num_rearmed += 1
+            self._silences = 0
             self._link.log.info("pulling again", consumer=self._consumer, reason=reason)
             self._rearm()
         finally:
@@ -225,6 +241,7 @@ class Pull:
             await anyio.sleep(RETRY_WAIT_S)
 
     def _rearm(self) -> None:
+        self.num_rearmed += 1
         self._generation += 1
         self._credit = 0
         self._heard_s = time.monotonic()
@@ -260,6 +277,7 @@ class Pull:
 
     def _on_message(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         self._heard_s = time.monotonic()
+        self._silences = 0
         if headers is not None and not data:
             status = status_of(headers)
             if status:
