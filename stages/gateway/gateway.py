@@ -29,7 +29,6 @@ from stages.gateway.errors import (
     BusyError,
     ContextLengthExceededError,
     GatewayError,
-    InternalError,
     InvalidRequestError,
     SessionEndedError,
     UnavailableError,
@@ -140,22 +139,17 @@ class Gateway:
         for preprocess in self._preprocessors:
             call = preprocess(call)
         self.counts.calls += 1
-        limits = self.settings.limits
         try:
-            with self._registered(session) as scope:
+            with self._registered(session):
                 async with self._turn():
-                    with anyio.fail_after(limits.call_deadline_s):
-                        return await self._answer_all(session, call, emit)
-        except TimeoutError as error:
-            late = UnavailableError(f"the call took longer than {limits.call_deadline_s:g} s")
-            self._note_failure(session, late)
-            raise late from error
+                    return await self._answer_all(session, call, emit)
+            # The scope was cancelled: by the end of the session, or by its deadline.
+            if session is not None and session.ended:
+                raise SessionEndedError(f"session {session.id} ended while this call was running")
+            raise UnavailableError(f"the call took longer than {limits.call_deadline_s:g} s")
         except GatewayError as error:
             self._note_failure(session, error)
             raise
-        if session is not None and scope.cancelled_caught:
-            raise SessionEndedError(f"session {session.id} ended while this call was running")
-        raise InternalError("the call was cancelled")  # pragma: no cover - only sessions cancel calls
 
     async def count_tokens(self, call: Call) -> int:
         """How many tokens a conversation's prompt has, rendered from scratch."""
@@ -165,8 +159,8 @@ class Gateway:
 
     @contextmanager
     def _registered(self, session: Session | None) -> Generator[anyio.CancelScope]:
-        """The call can be cancelled by the end of its session."""
-        with anyio.CancelScope() as scope:
+        """The call can be cancelled by the end of its session, and has a deadline."""
+        with anyio.move_on_after(self.settings.limits.call_deadline_s) as scope:
             if session is None:
                 yield scope
                 return

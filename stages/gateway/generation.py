@@ -54,8 +54,9 @@ class Sampled:
         """The first `length` tokens of a chunk."""
         if chunk.logprobs.size != chunk.token_ids.size:
             self.fault = f"{chunk.token_ids.size} ids came with {chunk.logprobs.size} log-probs"
-        self._ids.append(chunk.token_ids[:length])
-        self._logprobs.append(chunk.logprobs[:length])
+        whole = length == chunk.token_ids.size
+        self._ids.append(chunk.token_ids if whole else chunk.token_ids[:length])
+        self._logprobs.append(chunk.logprobs if whole else chunk.logprobs[:length])
         self._versions.append((chunk.version, length))
         self.num += length
 

@@ -76,8 +76,7 @@ class Writer:
                 self._pending[session.id] = self._pending.get(session.id, 0) + 1
                 await self._lanes[hash(session.id) % _LANES].send((session, data, build, ordinal))
                 return node
-            with anyio.CancelScope(shield=True):
-                await self._store(session, data, build, ordinal)
+            await self._store(session, data, build, ordinal)
             return add()
 
     async def flush(self, session: Session) -> None:
@@ -108,7 +107,7 @@ class Writer:
     async def _store(self, session: Session, data: bytes, build: Build, ordinal: int) -> None:
         deadline_s = self._limits.record_deadline_s
         try:
-            with anyio.fail_after(deadline_s):
+            with anyio.fail_after(deadline_s, shield=True):
                 await self._recorder.record(build(ordinal, await store_payload(self._payloads, data)))
         except RecordConflictError as error:
             session.ended = True
