@@ -9,8 +9,9 @@ CLAUDE_CODE=2.1.332
 CODEX=0.171.0
 MINI_SWE_AGENT=2.4.6
 LITELLM=1.110.2
-RLLM_GATEWAY=rllm-model-gateway
-SMG=smg
+LITELLM_PROXY=1.99.4 # the newest whose proxy extra installs from the index alone
+RLLM_GATEWAY=0.1.0
+SMG=1.13.0
 
 mkdir -p "$CLIENTS"
 
@@ -42,8 +43,8 @@ npm_client codex "@openai/codex@$CODEX"
 venv_client mini "mini-swe-agent==$MINI_SWE_AGENT" "litellm==$LITELLM"
 
 if [ "${1:-}" = "--competitors" ]; then
-  venv_client litellm-proxy "litellm[proxy]==$LITELLM"
-  venv_client rllm-gateway "$RLLM_GATEWAY"
-  venv_client smg "$SMG"
+  venv_client litellm-proxy "litellm[proxy]==$LITELLM_PROXY"
+  venv_client rllm-gateway "rllm-model-gateway==$RLLM_GATEWAY"
+  venv_client smg "smg==$SMG"
 fi
 echo "clients are in $CLIENTS"
