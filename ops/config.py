@@ -33,6 +33,7 @@ from schemas.errors import ConfigError, InvalidIdError
 from schemas.ids import check_run_id
 from schemas.payload import digest
 from stages.assembly.settings import AssemblySettings, check_settings
+from stages.assembly.stall import StallSettings
 from stages.sampling.fold import SamplingSettings
 
 # Fields of AssemblySettings that other sections decide.
@@ -138,8 +139,11 @@ def run_streams(config: RunConfig) -> dict[str, StreamConfig]:
 
 
 def fold_digest(config: RunConfig) -> str:
-    """Digest of everything that folds depend on: it must not change within a run."""
-    settings = [sampling_settings(config), assembly_settings(config)]
+    """Digest of everything that the folds' outputs depend on: it must not change within a run. The stall rule ends runs
+    and changes no output, so that a run it ended can go on with another one.
+    """
+    assembly = msgspec.structs.replace(assembly_settings(config), stall=StallSettings())
+    settings = [sampling_settings(config), assembly]
     return digest(msgspec.json.encode(settings, order="deterministic"))
 
 

@@ -110,13 +110,18 @@ async def _rewards(context: WorkerContext) -> None:
 
 async def _assembly(context: WorkerContext) -> None:
     ticker = Ticker(context.broker, period_s=context.config.sampling.tick_period_s)
+    metrics = context.metrics("assembly")
+    found = (await context.broker.log_status()).last_sequence
 
-    def see(_sequence: int, message: object) -> None:
+    def see(sequence: int, message: object) -> None:
+        metrics.gauges["folded_sequence"] = sequence
         if isinstance(message, Tick):
             ticker.seen(message.ordinal)
+        if sequence > found:
+            fold.refuse_stall(runner.state)
 
     fold = AssemblyFold(assembly_settings(context.config))
-    runner = FoldRunner(fold, context.broker, context.metrics("assembly"), on_message=see)
+    runner = FoldRunner(fold, context.broker, metrics, on_message=see)
     context.on_drain(runner.drain)
     await runner.run(beside=ticker.run)
 

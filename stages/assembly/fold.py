@@ -22,10 +22,19 @@ from pipeline.errors import ContractError
 from pipeline.fold import Output
 from pipeline.stage import AnyTopic
 from schemas.messages.rollout import Trajectory
-from schemas.messages.sampling import GroupClosed, GroupIssued, Tick
+from schemas.messages.sampling import Control, ControlAction, GroupClosed, GroupIssued, RunStarted, Tick
 from schemas.messages.training import DroppedGroup, StepTrained
 from schemas.payload import PayloadRef
-from schemas.topics import FOLD_TICK, GROUP_CLOSED, GROUP_ISSUED, STEP_ASSEMBLED, STEP_TRAINED, TRAJECTORY_READY
+from schemas.topics import (
+    FOLD_TICK,
+    GROUP_CLOSED,
+    GROUP_ISSUED,
+    RUN_CONTROL,
+    RUN_STARTED,
+    STEP_ASSEMBLED,
+    STEP_TRAINED,
+    TRAJECTORY_READY,
+)
 from stages.assembly import stall
 from stages.assembly.batch import build_batch
 from stages.assembly.filters import Reason, UserFilter, drop_reason, load_filters, silent_streams, usable
@@ -46,7 +55,14 @@ class AssemblyFold:
     """See the module."""
 
     name = "assembly"
-    consumes: tuple[AnyTopic, ...] = (GROUP_ISSUED, TRAJECTORY_READY, FOLD_TICK, STEP_TRAINED)
+    consumes: tuple[AnyTopic, ...] = (
+        GROUP_ISSUED,
+        TRAJECTORY_READY,
+        FOLD_TICK,
+        STEP_TRAINED,
+        RUN_STARTED,
+        RUN_CONTROL,
+    )
     produces: tuple[AnyTopic, ...] = (GROUP_CLOSED, STEP_ASSEMBLED)
     state_type = AssemblyState
 
@@ -74,7 +90,6 @@ class AssemblyFold:
         """Take one message in; the groups and steps that follow from it.
 
         Raises:
-            StalledError: nothing trainable came for too long.
             ContractError: a slot that no group has, or more rows than allowed.
         """
         match message:
@@ -86,9 +101,23 @@ class AssemblyFold:
                 return self._tick(state, message)
             case StepTrained():
                 self._train(state, message)
+            case RunStarted():
+                stall.restarted(state.stall)
+            case Control():
+                self._obey(state, message.action)
             case _:
                 raise ContractError(f"assembly does not consume {type(message).__name__}")
         return []
+
+    def refuse_stall(self, state: AssemblyState) -> None:
+        """Call this after messages that came while the fold ran, not after those that it finds at its start: only a
+        stall that lasts until now ends a run, and the log of one that was mended can be folded again.
+
+        Raises:
+            StalledError: nothing trainable came for too long.
+        """
+        if state.stall.ended:
+            raise StalledError(state.stall.ended)
 
     def describe(self, state: AssemblyState) -> tuple[str, Mapping[str, float]]:
         waits_for = f"{len(state.waiting)} of {self._settings.groups_per_step} usable groups for step {state.next_step}"
@@ -146,7 +175,7 @@ class AssemblyFold:
         due = [g for g in state.open.values() if g.deadline_tick is not None and g.deadline_tick <= tick.ordinal]
         outputs = [output for group in due for output in self._close(state, group)]
         outputs += self._assemble(state)
-        now_s = tick.ordinal * tick.period_s
+        now_s, known = tick.ordinal * tick.period_s, state.stall.ended
         verdict = stall.ticked(state.stall, now_s, self._settings.groups_per_step, self._settings.stall)
         match verdict:
             case stall.Verdict.FINE:
@@ -155,8 +184,14 @@ class AssemblyFold:
                 log.warning("assembly adds nothing to train", detail=state.stall.warning)
                 self._name_silent_streams(state)
             case stall.Verdict.END:
-                raise StalledError(stall.explain(state.stall, self._settings.groups_per_step))
+                if not known:
+                    log.error("assembly has had nothing to train for too long", detail=state.stall.ended)
         return outputs
+
+    def _obey(self, state: AssemblyState, action: ControlAction) -> None:
+        """Sampling is what a pause stops; here the stall rule's time stands still."""
+        if action in (ControlAction.PAUSE, ControlAction.RESUME):
+            state.stall.paused = action is ControlAction.PAUSE
 
     def _train(self, state: AssemblyState, trained: StepTrained) -> None:
         for step in [step for step in state.in_training if step <= trained.step]:

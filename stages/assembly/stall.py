@@ -2,7 +2,9 @@
 
 It ends when at least `rounds` rounds of closed groups AND `seconds` of logical time added no trainable group. Both,
 so that neither a burst of fast rejects nor a slow start ends a run. A round is as many closed groups as a step needs.
-Pure; time is what ticks say.
+While a run is paused its time stands still, and a new start of the run counts anew: whoever mended the cause gets the
+full time again. Pure; time is what ticks say. The verdict is a note in the state and stops no fold: a log that holds a
+stall can be folded past it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ class StallState(msgspec.Struct, kw_only=True):
     warned_s: float | None = None
     warning: str = ""
     """The latest warning; empty when trainable groups come."""
+    ended: str = ""
+    """Why the run has to end; empty while it need not."""
+    paused: bool = False
 
 
 class Verdict(StrEnum):
@@ -49,6 +54,12 @@ def added(state: StallState) -> None:
     state.since_s = state.now_s
     state.warned_s = None
     state.warning = ""
+    state.ended = ""
+
+
+def restarted(state: StallState) -> None:
+    """The run was started again, perhaps mended: count anew from now."""
+    added(state)
 
 
 def dropped(state: StallState, reason: str) -> None:
@@ -59,13 +70,18 @@ def dropped(state: StallState, reason: str) -> None:
 
 def ticked(state: StallState, now_s: float, groups_per_round: int, settings: StallSettings) -> Verdict:
     """Time went on. A warning is given at most once every `warn_every_s`."""
-    state.now_s = max(state.now_s, now_s)
+    passed_s = max(0.0, now_s - state.now_s)
+    state.now_s += passed_s
     if state.since_s is None:
         state.since_s = state.now_s
+    if state.paused:
+        state.since_s += passed_s
+        return Verdict.FINE
     rounds = state.num_closed // groups_per_round
     if rounds < 1:
         return Verdict.FINE
     if rounds >= settings.rounds and state.now_s - state.since_s >= settings.seconds:
+        state.ended = state.warning = explain(state, groups_per_round)
         return Verdict.END
     if state.warned_s is None or state.now_s - state.warned_s >= settings.warn_every_s:
         state.warned_s = state.now_s

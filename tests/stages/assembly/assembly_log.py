@@ -8,7 +8,7 @@ import numpy as np
 from pipeline.fold import Output
 from schemas.ids import group_id, row_id
 from schemas.messages.rollout import EpisodeClass, Row, Trajectory
-from schemas.messages.sampling import GroupClosed, GroupIssued, Tick
+from schemas.messages.sampling import GroupClosed, GroupIssued, RunStarted, Tick
 from schemas.messages.training import Manifest, StepAssembled, StepTrained
 from schemas.payload import PayloadRef
 from stages.assembly.settings import AssemblySettings
@@ -93,6 +93,10 @@ def whole_group(
 
 def tick(ordinal: int, period_s: float = 1.0) -> Tick:
     return Tick(ordinal=ordinal, period_s=period_s, unix_time_s=0.0)
+
+
+def started(ordinal: int) -> RunStarted:
+    return RunStarted(ordinal=ordinal, config_json=b"{}", config_digest="", headrace_version="0")
 
 
 def trained(step: int, generation: int = 1) -> StepTrained:

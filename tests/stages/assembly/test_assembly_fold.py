@@ -12,6 +12,7 @@ from assembly_log import (
     manifests,
     row,
     settings,
+    started,
     steps,
     tick,
     trained,
@@ -21,6 +22,7 @@ from assembly_log import (
 
 from pipeline.errors import ContractError
 from pipeline.fold import Fold
+from schemas.messages.sampling import Control, ControlAction
 from schemas.payload import check_payload, inline_ref
 from stages.assembly.advantages import Estimator, EstimatorSettings
 from stages.assembly.filters import GroupView
@@ -418,17 +420,55 @@ def stalled(num_groups: int, ticks: range):
 
 
 def test_enough_rounds_and_enough_time_without_a_trainable_group_end_the_run():
+    fold, state = stalled(2, range(2, 13))
     with pytest.raises(StalledError, match=r"2 rounds .2 groups closed: zero_spread: 2.*same reward"):
-        stalled(2, range(2, 13))
+        fold.refuse_stall(state)
 
 
 def test_a_burst_of_rejects_alone_does_not_end_it():
-    _, state = stalled(500, range(2, 11))
+    fold, state = stalled(500, range(2, 11))
     assert state.stall.num_closed == 500
+    fold.refuse_stall(state)
 
 
 def test_time_alone_does_not_end_it():
-    stalled(1, range(2, 5000, 100))
+    fold, state = stalled(1, range(2, 5000, 100))
+    fold.refuse_stall(state)
+
+
+def test_a_stall_that_was_mended_can_be_folded_past():
+    fold, state = stalled(2, range(2, 14))
+    fold.step(state, started(1))
+    fold.refuse_stall(state)
+    (closing, step) = [output for message in whole_group(2, [1, 0]) for output in fold.step(state, message)]
+    assert (closing.message.usable, step.message.groups) == (True, ["g0000002"])
+
+
+def test_a_new_start_has_the_full_time_again():
+    fold, state = stalled(2, range(2, 14))
+    fold.step(state, started(1))
+    for message in (m for ordinal in (2, 3) for m in whole_group(ordinal, [1, 1])):
+        fold.step(state, message)
+    for ordinal in range(14, 23):
+        fold.step(state, tick(ordinal))
+    fold.refuse_stall(state)
+    fold.step(state, tick(23))
+    with pytest.raises(StalledError, match="2 rounds"):
+        fold.refuse_stall(state)
+
+
+def test_a_pause_is_no_stall():
+    fold, state = stalled(2, range(2, 6))
+    fold.step(state, Control(id="a", action=ControlAction.PAUSE))
+    for ordinal in range(6, 500):
+        fold.step(state, tick(ordinal))
+    fold.step(state, Control(id="b", action=ControlAction.RESUME))
+    for ordinal in range(500, 505):
+        fold.step(state, tick(ordinal))
+    fold.refuse_stall(state)
+    fold.step(state, tick(505))
+    with pytest.raises(StalledError, match="for 10 s"):
+        fold.refuse_stall(state)
 
 
 def test_a_trainable_group_starts_the_count_anew():

@@ -5,11 +5,12 @@ from collections import Counter
 
 import msgspec
 import numpy as np
-from assembly_log import closed, fold_all, issued, manifests, row, settings, steps, tick, trained, trajectory
+from assembly_log import closed, fold_all, issued, manifests, row, settings, started, steps, tick, trained, trajectory
 from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
+from schemas.messages.sampling import Control, ControlAction, GroupIssued
 from stages.assembly.advantages import Estimator, EstimatorSettings
 from stages.assembly.fold import AssemblyFold
 from stages.assembly.normalization import Level, Normalization
@@ -197,6 +198,9 @@ def histories(draw):
         if draw(st.integers(0, 4)) == 0:
             step += 1
             messages += [trained(step), opened]
+        if draw(st.integers(0, 9)) == 0:
+            action = draw(st.sampled_from(ControlAction))
+            messages += [started(ordinal), Control(id=str(ordinal), action=action)]
     return [*messages, *pending]
 
 
@@ -217,7 +221,7 @@ HISTORY_SETTINGS = st.builds(
 @given(histories(), HISTORY_SETTINGS)
 def test_every_issued_group_ends_in_exactly_one_way(messages, configured):
     state, outputs = fold_all(AssemblyFold(configured), messages)
-    everyone = {message.group for message in messages if hasattr(message, "ordinal") and hasattr(message, "group")}
+    everyone = {message.group for message in messages if isinstance(message, GroupIssued)}
     evaluated = {one.group for one in closed(outputs) if one.evaluation}
     dropped_at_close = {one.group for one in closed(outputs) if not one.usable} - evaluated
     dropped_later = {one.group for step in steps(outputs) for one in step.dropped} - dropped_at_close
