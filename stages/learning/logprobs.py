@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-# Logits of a chunk take this many bytes at the most (float32), besides as much again for the softmax.
-DEFAULT_CHUNK_BYTES = 64 * 2**20
+# Logits of a chunk take this many bytes at the most (float32); two or three times as much exists for a moment. On a CPU a chunk should
+# stay in the cache (4 to 16 MiB are fastest, 64 MiB half as fast); an accelerator needs tall matrices to be busy.
+CPU_CHUNK_BYTES = 8 * 2**20
+ACCELERATOR_CHUNK_BYTES = 256 * 2**20
 
 
 def logprobs_from_logits(
@@ -38,7 +40,7 @@ def logprobs_from_hidden(
     labels_T: Tensor,
     temperature: float | Tensor = 1.0,
     *,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same from the last hidden states and the output matrix, without the whole logits.
 
@@ -47,9 +49,11 @@ def logprobs_from_hidden(
         weight_VD: output matrix.
         labels_T: int64.
         temperature: one number or one per token.
-        chunk_bytes: bound of the chunk's float32 logits.
+        chunk_bytes: bound of the chunk's float32 logits; None: what suits the device.
     """
     temperature_T = _temperatures(temperature, labels_T, _wide_dtype(hidden_TD))
+    if chunk_bytes is None:
+        chunk_bytes = CPU_CHUNK_BYTES if hidden_TD.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
     chunk = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
     found: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(hidden_TD, weight_VD, labels_T, temperature_T, chunk)
     return found
@@ -68,25 +72,32 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits_CV = _logits(hidden_TD[part], weight_VD, temperature_T[part])
             norm_T[part] = logits_CV.logsumexp(-1)
             logp_T[part] = logits_CV.gather(-1, labels_T[part].unsqueeze(-1)).squeeze(-1) - norm_T[part]
-            entropy_T[part] = norm_T[part] - (logits_CV.softmax(-1) * _finite(logits_CV)).sum(-1)
+            p_CV = (logits_CV - norm_T[part].unsqueeze(-1)).exp_()
+            entropy_T[part] = norm_T[part] - p_CV.mul_(_finite(logits_CV)).sum(-1)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_TD, weight_VD, labels_T, temperature_T, norm_T, entropy_T)
         ctx.chunk = chunk  # pyright: ignore[reportAttributeAccessIssue] - torch's context takes any attribute
         return logp_T, entropy_T
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, ...]:  # torch's context has no type for saved values
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes the context by position
+        ctx: Any,  # torch has no type for what a context saved
+        *grad_outputs: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         grad_logp_T, grad_entropy_T = grad_outputs
         hidden_TD, weight_VD, labels_T, temperature_T, norm_T, entropy_T = ctx.saved_tensors
+        if grad_logp_T is None:
+            grad_logp_T = torch.zeros_like(norm_T)
         grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_T.dtype) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(labels_T), ctx.chunk):
-            log_CV = _logits(hidden_TD[part], weight_VD, temperature_T[part]) - norm_T[part].unsqueeze(-1)
+            log_CV = _logits(hidden_TD[part], weight_VD, temperature_T[part]).sub_(norm_T[part].unsqueeze(-1))
             p_CV = log_CV.exp()
-            pull_CV = _finite(log_CV).add_(entropy_T[part].unsqueeze(-1)).mul_(grad_entropy_T[part].unsqueeze(-1))
-            grad_CV = pull_CV.add_(grad_logp_T[part].unsqueeze(-1)).mul_(p_CV).neg_()
+            grad_CV = p_CV * -grad_logp_T[part].unsqueeze(-1)
+            if grad_entropy_T is not None:
+                pull_CV = _finite(log_CV).add_(entropy_T[part].unsqueeze(-1)).mul_(grad_entropy_T[part].unsqueeze(-1))
+                grad_CV.addcmul_(p_CV, pull_CV, value=-1)
             grad_CV.scatter_add_(-1, labels_T[part].unsqueeze(-1), grad_logp_T[part].unsqueeze(-1))
             grad_CV.div_(temperature_T[part].unsqueeze(-1))
             if grad_hidden_TD is not None:
