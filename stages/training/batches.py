@@ -61,7 +61,7 @@ def micro_batch(
             advantages_T=tensor(advantages, torch.float32),
             old_logp_T=tensor([row.logprobs for row in chosen], torch.float32),
             versions_T=tensor([row.versions for row in chosen], torch.int64),
-            current_version=manifest.step - 1,
+            current_version=manifest.step,
         ),
     )
 

@@ -49,12 +49,12 @@ class Tally:
 def mismatch(logp_T: Tensor, batch: LossBatch) -> tuple[dict[str, Stat], float]:
     """How far the engine's log-probs are from the trainer's where both used the same weights.
 
-    Before the step's first update, on the tokens that the current version sampled: with exact numerics it is 0. Means of
+    Before the step's first update, on the tokens that the version it starts from sampled: with exact numerics it is 0. Means of
     k3 = exp(d) - 1 - d and of |d|, and the largest |d|, with d = trainer - engine.
     """
-    if batch.versions_T is None:
+    if batch.versions_T is None or batch.current_version is None:
         return {}, 0.0
-    same_T = batch.loss_mask_T & (batch.versions_T == batch.current_version)
+    same_T = batch.loss_mask_T & (batch.versions_T == batch.current_version - 1)
     d_N = (logp_T.detach() - batch.old_logp_T)[same_T].double()
     if not d_N.numel():
         return {}, 0.0

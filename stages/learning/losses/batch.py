@@ -36,7 +36,7 @@ class LossBatch:
     versions_T: Tensor | None = None
     """Weights version that sampled each token, −1 for tokens that no policy sampled."""
     current_version: int | None = None
-    """Version of the weights that are trained now."""
+    """v_θ: the version that this step makes. The step starts from v_θ − 1, the proximal policy; a token is v_θ − 1 − its version old."""
     narrowed_T: Tensor | None = None
     """bool, tokens that a rule over the whole mini-batch kept (`prepare_minibatch`)."""
     selected_T: Tensor | None = None

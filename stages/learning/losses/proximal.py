@@ -7,7 +7,7 @@
     reuse_train  log πθ without gradient (r is 1: one mini-batch a step)
     none         there is none: r is taken against the old policy
 
-A given recomputed value wins over an approximation. Tokens that no policy sampled (version < 0) get α = 0. Knows no loss.
+v_θ is the version that the step makes, so v_prox are the weights that it starts from. A given recomputed value wins over an approximation. Tokens that no policy sampled (version < 0) get α = 0. Knows no loss.
 """
 
 from typing import Literal
