@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import anyio
 import msgspec
 
 from broker.api import ConsumerSettings
@@ -13,12 +14,18 @@ from ops.config import run_streams
 from ops.secrets import GENERATION_KEY_ENV
 from ops.session_calls import RemoteSessions
 from ops.workers.context import WorkerContext
+from pipeline.log import RunLog
 from pipeline.runner import RunnerSettings, StageRunner
 from pipeline.stage import bind
+from schemas.messages.sampling import GroupClosed
+from schemas.topics import GROUP_CLOSED
+from stages.arena_launch.groups import ClosedGroups
+from stages.arena_launch.polling import Pace
 from stages.arena_launch.routes import SessionGatewayRoute, make_route
 from stages.arena_launch.stage import LaunchSettings, launch_episode
 from stages.clients.arena.client import open_arena
-from stages.clients.arena.registration import RegistrationSettings, open_registrations
+from stages.clients.arena.drift import RewardGuard
+from stages.clients.arena.registration import RegistrationSettings, open_registrations, session_model_name
 from stages.clients.arena.secret import secret_from
 
 STAGE = "arena_launch"
@@ -40,6 +47,7 @@ async def run_arena_launch(context: WorkerContext) -> None:
                 cleanup_timeout_s=config.arena.cleanup_timeout_s,
             ),
         ) as registrations,
+        anyio.create_task_group() as following,
     ):
         route = make_route(
             config.arena.route,
@@ -50,7 +58,12 @@ async def run_arena_launch(context: WorkerContext) -> None:
             generation_key=secret_from(os.environ, GENERATION_KEY_ENV),
         )
         if isinstance(route, SessionGatewayRoute):
-            await registrations.remove_orphans([route.model_name(gateway_url)])
+            route.know(gateway_url)
+        else:
+            left = session_model_name(run_label, arena_url=access.base_url, gateway_url=gateway_url, worker=STAGE)
+            await registrations.remove_orphans([left])
+        groups, pace = ClosedGroups(), Pace(config.arena.poll_interval_s)
+        following.start_soon(follow_closed_groups, context.log, groups)
         stage = bind(
             launch_episode,
             launches=LogLaunches(context.log, metrics),
@@ -59,6 +72,9 @@ async def run_arena_launch(context: WorkerContext) -> None:
             arena=arena,
             settings=LaunchSettings(streams=run_streams(config), arena=config.arena, attempts=config.rollout.attempts),
             metrics=metrics,
+            reward=RewardGuard(arena),
+            groups=groups,
+            pace=pace,
         )
         slots = config.rollout.max_concurrent_episodes
         runner = StageRunner(
@@ -70,3 +86,12 @@ async def run_arena_launch(context: WorkerContext) -> None:
         )
         context.on_drain(runner.drain)
         await runner.run()
+        following.cancel_scope.cancel()
+
+
+async def follow_closed_groups(log: RunLog, groups: ClosedGroups) -> None:
+    """Tell episodes that wait for the Arena when their group needs them no more."""
+    async with log.read([GROUP_CLOSED]) as entries:
+        async for entry in entries:
+            if isinstance(entry.message, GroupClosed):
+                groups.close(entry.message.group)

@@ -92,6 +92,22 @@ class Route(Protocol):
         """Keep alive what a former process registered for a task that still runs."""
         ...
 
+    async def forget(self, launched: EpisodeLaunched) -> None:
+        """Remove what a former try registered for itself alone; advisory."""
+        ...
+
+
+class RewardCheck(Protocol):
+    """Whether the reward that scores a stream is the expected one."""
+
+    async def check(self, stream: StreamConfig) -> None:
+        """Returns when it is, or when none is pinned.
+
+        Raises:
+            RewardDriftError: It is another one.
+        """
+        ...
+
 
 class Arena(Protocol):
     """The calls of the Arena that the stage makes."""

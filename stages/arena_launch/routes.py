@@ -62,6 +62,12 @@ class SessionGatewayRoute:
         self._run_label: Final = run_label
         self._worker: Final = worker
         self._generation_key: Final = generation_key
+        self._endpoints: Final[dict[str, ModelEndpoint]] = {}
+
+    def know(self, gateway_url: str) -> None:
+        """Say where a gateway of this run is: what a killed worker registered for it can then be restored."""
+        name = self.model_name(gateway_url)
+        self._endpoints[name] = _endpoint(name, gateway_url, self._generation_key)
 
     def model_name(self, gateway_url: str) -> str:
         """The name under which a gateway is registered."""
@@ -72,19 +78,24 @@ class SessionGatewayRoute:
     @asynccontextmanager
     async def reach(self, stream: StreamConfig, ticket: SessionTicket) -> AsyncGenerator[Access]:
         name = self.model_name(ticket.base_url)
-        endpoint = _endpoint(name, ticket.base_url, self._generation_key)
+        endpoint = self._endpoints[name] = _endpoint(name, ticket.base_url, self._generation_key)
         async with self._registrations.hold(name, endpoint, shared=True):
             yield Access(
                 model_name=name,
                 base_url=self._access.gateway_url,
                 api_key=self._access.llm_api_key,
-                envs={**stream.task_envs, **session_headers(ticket)},
+                envs=with_headers(stream.task_envs, session_headers(ticket)),
             )
 
     @asynccontextmanager
     async def resume(self, launched: EpisodeLaunched) -> AsyncGenerator[None]:
-        async with self._registrations.adopt(launched.model_name, None):
+        """A name of this worker's own is restored where it is missing; another's can only be renewed."""
+        endpoint = self._endpoints.get(launched.model_name)
+        async with self._registrations.adopt(launched.model_name, endpoint, shared=endpoint is not None):
             yield
+
+    async def forget(self, launched: EpisodeLaunched) -> None:
+        """The registration is shared: others use it."""
 
 
 class EpisodeRoute:
@@ -110,8 +121,13 @@ class EpisodeRoute:
 
     @asynccontextmanager
     async def resume(self, launched: EpisodeLaunched) -> AsyncGenerator[None]:
+        """Its key, the session's token, died with the worker that registered it: it can only be renewed."""
         async with self._registrations.adopt(launched.model_name, None):
             yield
+
+    async def forget(self, launched: EpisodeLaunched) -> None:
+        """Nobody else uses it."""
+        await self._registrations.remove_orphans([launched.model_name])
 
 
 class DirectRoute:
@@ -123,6 +139,7 @@ class DirectRoute:
     async def reach(self, stream: StreamConfig, ticket: SessionTicket) -> AsyncGenerator[Access]:
         token = ticket.token.reveal()
         host = urlsplit(ticket.base_url).hostname or ""
+        no_proxy = ",".join(part for part in (stream.task_envs.get("NO_PROXY", ""), host) if part)
         yield Access(
             model_name=UPSTREAM_MODEL,
             base_url=ticket.base_url,
@@ -133,14 +150,25 @@ class DirectRoute:
                 "OPENAI_API_KEY": token,
                 "ANTHROPIC_BASE_URL": ticket.base_url,
                 "ANTHROPIC_API_KEY": token,
-                "NO_PROXY": host,
-                "no_proxy": host,
+                "NO_PROXY": no_proxy,
+                "no_proxy": no_proxy,
             },
         )
 
     @asynccontextmanager
     async def resume(self, launched: EpisodeLaunched) -> AsyncGenerator[None]:  # noqa: ARG002 - nothing is registered
         yield
+
+    async def forget(self, launched: EpisodeLaunched) -> None:
+        """Nothing is registered."""
+
+
+def with_headers(envs: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
+    """An environment with header lines added to those that it holds already."""
+    return {
+        **envs,
+        **{name: "\n".join(filter(None, (envs.get(name, "").rstrip(), text))) for name, text in headers.items()},
+    }
 
 
 def session_headers(ticket: SessionTicket) -> Mapping[str, str]:

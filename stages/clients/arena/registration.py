@@ -109,12 +109,13 @@ class Registrations:
             await self._leave(entry, keep=shared)
 
     @asynccontextmanager
-    async def adopt(self, name: str, endpoint: ModelEndpoint | None) -> AsyncGenerator[None]:
+    async def adopt(self, name: str, endpoint: ModelEndpoint | None, *, shared: bool = False) -> AsyncGenerator[None]:
         """Keep alive what another process registered for a task that still runs.
 
         Args:
             name: Its exact name.
             endpoint: To register it again should it be missing; None can only renew it.
+            shared: Keep it after the last user, as `hold` does.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -125,7 +126,7 @@ class Registrations:
             await self._probe(entry)
             yield
         finally:
-            await self._leave(entry, keep=False)
+            await self._leave(entry, keep=shared)
 
     async def probe(self) -> None:
         """Renew all registrations in use; restore those that are confirmed missing."""

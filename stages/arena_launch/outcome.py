@@ -1,0 +1,85 @@
+"""From what a try came to, to the messages that say so. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas.messages.rollout import EpisodeClass, EpisodeEnded, EpisodeLaunched, SessionClosed
+from schemas.messages.sampling import EpisodeRequested
+from stages.clients.arena.classify import LOCAL_WAIT_CANCELLED, EpisodeFacts, classify
+from stages.clients.arena.errors import ERROR_TEXT_LIMIT
+from stages.clients.arena.receipts import read_receipt
+from stages.clients.arena.wire import TaskResult
+
+
+class TryEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """What one try came to."""
+
+    launched: EpisodeLaunched
+    result: TaskResult | None
+    """The Arena's terminal result; None where there is none."""
+    closed: SessionClosed
+    receipt: object
+    status: str
+    """The Arena's, or one of ours."""
+    error: str
+
+
+def outputs(
+    requested: EpisodeRequested, ended: TryEnd, *, attempts: int, max_raw_bytes: int, seconds: float
+) -> list[EpisodeEnded | EpisodeRequested]:
+    """The episode's end; for a system failure within the budget also the next attempt's request."""
+    result, closed = ended.result, ended.closed
+    verdict = classify(
+        EpisodeFacts(
+            status=None if result is None else result.status,
+            score=None if result is None else result.score,
+            num_interactions=closed.num_interactions,
+            context_overflow=closed.context_overflow,
+            system_error=closed.system_error,
+            receipt=None if result is None else read_receipt(ended.receipt, result.task_id),
+        )
+    )
+    again = verdict.retry and requested.attempt + 1 < attempts and ended.status != LOCAL_WAIT_CANCELLED
+    raw = b"" if result is None or result.raw is None else msgspec.json.encode(result.raw)
+    end = EpisodeEnded(
+        group=requested.group,
+        slot=requested.slot,
+        attempt=requested.attempt,
+        stream=requested.stream,
+        data_id=requested.data_id,
+        tags=requested.tags,
+        session=ended.launched.session,
+        outcome=verdict.outcome,
+        final=not again,
+        status=ended.status,
+        error=(ended.error or closed.system_error or verdict.reason)[:ERROR_TEXT_LIMIT],
+        score=verdict.score,
+        task_id="" if result is None else result.task_id,
+        evaluation=requested.evaluation,
+        trace_id="" if result is None else result.trace_id or "",
+        artifacts_uri="" if result is None else result.artifacts_uri or "",
+        computed_at="" if result is None else result.computed_at or "",
+        raw_size_bytes=len(raw),
+        raw_json=raw if len(raw) <= max_raw_bytes else b"",
+        seconds=round(seconds, 3),
+    )
+    return [end, msgspec.structs.replace(requested, attempt=requested.attempt + 1)] if again else [end]
+
+
+def ended_without_try(requested: EpisodeRequested, *, status: str, error: str) -> EpisodeEnded:
+    """The end of a request that was never launched: its slot ends, so that its group can close."""
+    return EpisodeEnded(
+        group=requested.group,
+        slot=requested.slot,
+        attempt=requested.attempt,
+        stream=requested.stream,
+        data_id=requested.data_id,
+        tags=requested.tags,
+        session="",
+        outcome=EpisodeClass.SYSTEM,
+        final=True,
+        status=status,
+        error=error[:ERROR_TEXT_LIMIT],
+        evaluation=requested.evaluation,
+    )

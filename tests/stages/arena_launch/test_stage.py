@@ -1,0 +1,294 @@
+"""The launch stage: order of what it does, faults, take-over, and what an episode's end says."""
+
+import anyio
+import msgspec
+import pytest
+
+from pipeline.errors import RefusedError, RetryableError
+from schemas.messages.rollout import EpisodeClass
+from schemas.messages.sampling import EpisodeRequested
+from stages.arena_launch.groups import ClosedGroups
+from stages.arena_launch.polling import Pace, pause
+from stages.arena_launch.stage import gave_up
+from stages.clients.arena.errors import (
+    ArenaBusyError,
+    ArenaConnectionError,
+    ArenaLaunchLostError,
+    ArenaNotFoundError,
+    ArenaRefusedError,
+    RewardDriftError,
+    TaskResultError,
+)
+
+S0, S1 = "g0000001-2-0-0", "g0000001-2-0-1"
+
+
+async def test_the_intent_is_on_the_log_before_the_post_and_the_task_id_right_after(world, answer) -> None:
+    world.results = [answer("AGENT_RUNNING"), answer("DONE", 0.5, raw={"why": "x"})]
+    (end,) = await world.run(world.requested(min_version=3))
+    assert world.events == [
+        f"open {S0} 3",
+        f"reach {S0}",
+        "intent 0",
+        "POST",
+        "accepted 0",
+        "poll task-1",
+        "poll task-1",
+        f"close {S0}",
+        "leave",
+    ]
+    assert (end.outcome, end.final, end.status, end.score, end.session, end.task_id) == (
+        EpisodeClass.SCORED,
+        True,
+        "DONE",
+        0.5,
+        S0,
+        "task-1",
+    )
+    assert (end.trace_id, end.artifacts_uri, end.computed_at, end.raw_json) == ("tr", "a://1", "now", b'{"why":"x"}')
+    launch = world.launches[0]
+    assert (launch.stream_id, launch.data_id, launch.session_id, launch.model_name) == (
+        "arena-s",
+        "d",
+        S0,
+        "stream-areal-x",
+    )
+
+
+async def test_a_terminal_result_at_once_is_not_polled_for(world, answer) -> None:
+    world.launch_answers = [answer("DONE", 1.0)]
+    (end,) = await world.run()
+    assert end.score == 1.0
+    assert not any(event.startswith(("poll", "accepted")) for event in world.events)
+
+
+async def test_a_lost_answer_goes_back_and_the_next_try_has_a_new_session_after_closing_the_former(
+    world, answer
+) -> None:
+    world.launch_answers = [ArenaLaunchLostError("lost"), answer("PENDING", task_id="task-2")]
+    with pytest.raises(RetryableError):
+        await world.run()
+    world.events.clear()
+    (end,) = await world.run()
+    assert world.events[:5] == [f"close {S0}", "forget stream-areal-x", f"open {S1} 0", f"reach {S1}", "intent 1"]
+    assert end.session == S1
+    assert world.metrics.gauges["extra_launches"] == 1
+
+
+async def test_a_worker_killed_after_acceptance_is_followed_by_one_that_polls_the_same_task(world, answer) -> None:
+    world.results = [world.killed()]
+    with pytest.raises(RetryableError):
+        await world.run()
+    world.events.clear()
+    world.results = [answer("DONE", 1.0)]
+    (end,) = await world.run()
+    assert world.events == ["resume stream-areal-x", "poll task-1", f"close {S0}"]
+    assert (end.session, end.score, len(world.launches)) == (S0, 1.0, 1)
+    assert "extra_launches" not in world.metrics.gauges
+
+
+async def test_429_is_posted_again_under_the_same_session_since_nothing_was_launched(world, answer) -> None:
+    world.launch_answers = [ArenaBusyError("busy", status=429), ArenaBusyError("busy", status=429), answer("PENDING")]
+    (end,) = await world.run()
+    assert [launch.session_id for launch in world.launches] == [S0, S0, S0]
+    assert world.pauses[:2] == [1, 2]
+    assert end.outcome is EpisodeClass.SCORED
+
+
+async def test_429_for_ever_goes_back_to_the_runner(world) -> None:
+    world.launch_answers = [ArenaBusyError("busy", status=429)]
+    with pytest.raises(RetryableError):
+        await world.run()
+    assert len(world.launches) == 4
+
+
+async def test_a_refused_launch_is_a_system_failure_and_asks_for_the_next_attempt(world) -> None:
+    world.launch_answers = [ArenaRefusedError("no such row", status=422)]
+    end, again = await world.run()
+    assert (end.outcome, end.final, end.status, end.score) == (EpisodeClass.SYSTEM, False, "LOCAL_LAUNCH_REFUSED", None)
+    assert isinstance(again, EpisodeRequested)
+    assert (again.attempt, again.slot) == (1, 2)
+
+
+async def test_the_last_attempt_of_a_slot_is_final(world, answer) -> None:
+    world.results = [answer("FAILED")]
+    (end,) = await world.run(world.requested(attempt=2))
+    assert (end.outcome, end.final) == (EpisodeClass.SYSTEM, True)
+
+
+@pytest.mark.parametrize("status", ["TIMEOUT", "NO_OUTPUT"])
+async def test_a_models_own_failure_is_kept_with_reward_zero_and_not_retried(world, answer, status) -> None:
+    world.results = [answer(status)]
+    (end,) = await world.run()
+    assert (end.outcome, end.score, end.final, end.status) == (EpisodeClass.MODEL, 0.0, True, status)
+
+
+async def test_the_gateways_own_system_error_overrides_a_score(world) -> None:
+    world.closed = {"system_error": "engine died"}
+    end, again = await world.run()
+    assert (end.outcome, end.score, end.error) == (EpisodeClass.SYSTEM, None, "engine died")
+    assert again.attempt == 1
+
+
+@pytest.mark.parametrize(("receipt", "outcome"), [
+    ({"error": {"phase": "agent", "type": "max_turns"}}, EpisodeClass.MODEL),
+    ({"error": {"phase": "agent"}}, EpisodeClass.UNKNOWN),
+    (ArenaConnectionError("away"), EpisodeClass.UNKNOWN),
+    (None, EpisodeClass.MODEL),
+])  # fmt: skip
+async def test_a_receipt_is_asked_for_where_configured_and_one_that_can_not_be_read_rescues_nothing(
+    world, answer, receipt, outcome
+) -> None:
+    world.results = [answer("HARNESS_FAILED")]
+    world.closed = {"context_overflow": True}
+    world.settings = {"receipt_path": "/tasks/{task_id}/receipt"}
+    world.receipts = [receipt]
+    (end,) = await world.run()
+    assert end.outcome is outcome
+
+
+async def test_without_a_configured_path_no_receipt_is_asked_for(world, answer) -> None:
+    world.results = [answer("HARNESS_FAILED")]
+    world.receipts = [AssertionError("asked")]
+    (end,) = await world.run()
+    assert end.outcome is EpisodeClass.UNKNOWN
+
+
+async def test_an_arena_that_is_away_while_a_task_runs_is_waited_for(world, answer) -> None:
+    world.results = [ArenaConnectionError("away"), ArenaBusyError("busy", status=503), answer("DONE", 1.0)]
+    (end,) = await world.run()
+    assert (end.score, len(world.launches)) == (1.0, 1)
+
+
+async def test_a_task_without_a_terminal_result_ends_at_its_own_deadline(world, answer) -> None:
+    world.results = [answer("PENDING")]
+    world.settings = {"task_timeout_s": 0.05}
+    world.ports = {"pause": pause}
+    end, again = await world.run()
+    assert (end.status, end.outcome, end.session) == ("LOCAL_WAIT_TIMEOUT", EpisodeClass.SYSTEM, S0)
+    assert "0.05 s" in end.error
+    assert again.attempt == 1
+    assert world.events[-2] == f"close {S0}"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ArenaNotFoundError("gone", status=404), "NOT_FOUND"), (TaskResultError("no score"), "CONTRACT")],
+)
+async def test_a_task_that_is_gone_or_breaks_the_contract_is_a_system_failure(world, error, status) -> None:
+    world.results = [error]
+    end, _again = await world.run()
+    assert (end.outcome, end.status) == (EpisodeClass.SYSTEM, status)
+
+
+async def test_a_surplus_episode_of_a_closed_group_is_cancelled_here_and_never_awaited(world, answer) -> None:
+    groups = ClosedGroups()
+    world.results = [answer("AGENT_RUNNING")]
+    world.settings = {"poll_interval_s": 3600}
+    world.ports = {"pause": pause, "groups": groups}
+    ends: list = []
+
+    async def episode() -> None:
+        ends.extend(await world.run())
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(episode)
+            while "accepted 0" not in world.events:
+                await anyio.lowlevel.checkpoint()
+            groups.close("g0000001")
+    (end,) = ends
+    assert (end.status, end.outcome, end.final, end.score) == ("LOCAL_WAIT_CANCELLED", EpisodeClass.SYSTEM, True, None)
+    assert f"close {S0}" in world.events
+
+
+async def test_an_episode_of_a_group_that_is_closed_already_is_not_launched(world) -> None:
+    groups = ClosedGroups()
+    groups.close("g0000001")
+    world.ports = {"groups": groups}
+    (end,) = await world.run()
+    assert (end.status, end.final, world.launches, world.events) == ("LOCAL_WAIT_CANCELLED", True, [], [])
+
+
+async def test_drift_of_the_reward_stops_the_launch(world) -> None:
+    class Drifted:
+        async def check(self, _stream) -> None:
+            raise RewardDriftError("expected reward r@1, the live stream has r@2")
+
+    world.ports = {"reward": Drifted()}
+    (end,) = await world.run()
+    assert (end.status, end.outcome, end.final, world.launches) == (
+        "LOCAL_LAUNCH_REFUSED",
+        EpisodeClass.SYSTEM,
+        True,
+        [],
+    )
+    assert "r@2" in end.error
+
+
+async def test_a_stream_that_the_config_does_not_know_is_refused(world) -> None:
+    with pytest.raises(RefusedError, match="'other'"):
+        await world.run(world.requested(stream="other"))
+
+
+async def test_a_raw_object_above_the_limit_is_left_out_but_its_size_told(world, answer) -> None:
+    world.results = [answer("DONE", 1.0, raw="x" * 1000)]
+    world.settings = {"max_raw_bytes": 100}
+    (end,) = await world.run()
+    assert (end.raw_json, end.raw_size_bytes) == (b"", 1002)
+
+
+def test_a_request_that_was_given_up_still_ends_its_slot(world) -> None:
+    (end,) = gave_up(world.requested(attempt=1), "attempts")
+    assert (end.final, end.status, end.outcome, end.attempt) == (True, "LOCAL_GAVE_UP", EpisodeClass.SYSTEM, 1)
+    msgspec.msgpack.encode(end)
+
+
+def test_the_first_look_at_an_unknown_streams_task_comes_soon_and_waits_grow_to_the_interval() -> None:
+    pace = Pace(5.0)
+    assert pace.wait_s("s", 0, 0.5) == pytest.approx(0.1)
+    waits = [pace.wait_s("s", age, 0.5) for age in (1, 5, 10, 25, 1000)]
+    assert waits == pytest.approx([0.2, 1, 2, 5, 5])
+
+
+def test_a_stream_of_long_tasks_is_first_looked_at_when_its_quickest_is_half_done() -> None:
+    pace = Pace(5.0)
+    for seconds in (60, 80, 70):
+        pace.ended("slow", seconds)
+    assert pace.wait_s("slow", 0, 0.5) == pytest.approx(30)
+    assert pace.wait_s("slow", 30, 0.5) == pytest.approx(5)
+    assert pace.wait_s("other", 0, 0.5) == pytest.approx(0.1)
+    looks = 0
+    age = 0.0
+    while age < 60:
+        age += pace.wait_s("slow", age, 0.5)
+        looks += 1
+    assert looks <= 8
+
+
+def test_looks_are_spread_over_a_quarter_of_their_wait() -> None:
+    pace = Pace(5.0)
+    waits = [pace.wait_s("s", 100, unit / 10) for unit in range(10)]
+    assert min(waits) == pytest.approx(4.375)
+    assert max(waits) < 5.625
+    assert len(set(waits)) == 10
+
+
+def test_lateness_is_told_at_its_99th_percentile() -> None:
+    pace = Pace(5.0)
+    assert pace.lateness_p99_s() == 0
+    for late in range(100):
+        pace.looked(late / 100)
+    assert pace.lateness_p99_s() == pytest.approx(0.99)
+
+
+def test_closed_groups_forget_their_waiters() -> None:
+    groups = ClosedGroups()
+    first, second = groups.join("g"), groups.join("g")
+    assert first is second
+    groups.leave("g")
+    groups.close("g")
+    assert second.is_set()
+    groups.leave("g")
+    assert groups.join("g").is_set()
+    assert not groups.join("h").is_set()
