@@ -12,7 +12,7 @@ from typing import TypeVar
 import anyio
 import msgspec
 
-from broker.errors import NotConnectedError
+from broker.errors import BrokerError, NotConnectedError
 from broker.jetstream.headers import status_of
 from broker.jetstream.link import Link, LinkLostError, NoAnswerError
 
@@ -30,6 +30,10 @@ class Code(IntEnum):
     WRONG_LAST_SEQUENCE = 10071
     STORE_FAILED = 10077
     """Limits of the stream: bytes, messages, or messages of one subject."""
+    DUPLICATE_IN_PROCESS = 10158
+    """A cluster is still agreeing on an earlier try with this message id."""
+    WRONG_LAST_SEQUENCE_IN_PROCESS = 10164
+    """A cluster is still agreeing on another message of this subject."""
     TOO_MANY_REQUESTS = 10167
     NO_SPACE = 10023
     CONSUMER_EXISTS = 10148
@@ -49,7 +53,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     error: ErrorBody | None = None
 
 
-class ApiError(Exception):
+class ApiError(BrokerError):
     """The server said no."""
 
     def __init__(self, subject: str, body: ErrorBody) -> None:
@@ -82,9 +86,10 @@ async def call(link: Link, subject: str, body: object, kind: type[T], *, deadlin
         else:
             if status_of(answer.headers) != 503:
                 error = _error_decoder.decode(answer.data).error
-                if error is not None:
+                if error is None:
+                    return msgspec.json.decode(answer.data, type=kind)
+                if error.code != 503 or error.err_code == Code.NO_SPACE:
                     raise ApiError(subject, error)
-                return msgspec.json.decode(answer.data, type=kind)
             reason = "JetStream is not available"
         if time.monotonic() >= until_s:
             raise NotConnectedError(f"{subject}: expected an answer within {limit_s} s, found: {reason}")

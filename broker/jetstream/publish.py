@@ -24,6 +24,7 @@ from broker.jetstream.headers import LINE, header, read_headers, status_of, writ
 from broker.jetstream.link import Answer, Link, LinkLostError, NoAnswerError
 from broker.shapes import StreamInfo
 
+_TAKEN: Final = (Code.WRONG_LAST_SEQUENCE, Code.WRONG_LAST_SEQUENCE_IN_PROCESS)
 LOOK_S: Final = 0.5
 """How long to look for the reason why no stream took a message before it is sent again."""
 _FRAME_BYTES: Final = len(LINE) + 4
@@ -115,7 +116,7 @@ async def send(link: Link, subject: str, data: bytes | memoryview, head: bytes, 
             pause_s = RETRY_WAIT_S
             if status_of(answer.headers) != 503:
                 ack = _ack_decoder.decode(answer.data)
-                if ack.error is None or ack.error.err_code == Code.WRONG_LAST_SEQUENCE:
+                if ack.error is None or ack.error.err_code in _TAKEN:
                     return ack, tried
                 reason = _refused(subject, ack.error)
             else:
@@ -132,7 +133,7 @@ def _refused(subject: str, error: ErrorBody) -> str:
     text = f"{subject!r}: {error.description} ({error.err_code})"
     if error.err_code in (Code.STORE_FAILED, Code.NO_SPACE, Code.INSUFFICIENT_STORAGE):
         raise StoreFullError(f"the stream refuses {text}: purge below the low-water mark or raise its limit")
-    if error.err_code == Code.TOO_MANY_REQUESTS or error.code == 503:
+    if error.err_code in (Code.TOO_MANY_REQUESTS, Code.DUPLICATE_IN_PROCESS) or error.code == 503:
         return error.description
     if error.code == 404:
         raise NoSuchStreamError(text)
@@ -225,23 +226,25 @@ class Publisher:
 
     async def _create(self, subject: str, data: bytes, extra: bytes) -> Published:
         until_s = time.monotonic() + self._link.settings.publish_deadline_s
+        message_id, tried = self._ids.next(), False
         while True:
-            message_id = self._ids.next()
             head = _CREATE % message_id + extra
             check_size(self._link, subject, data, head)
-            ack, tried = await send(self._link, subject, data, head, until_s)
+            ack, tried_now = await send(self._link, subject, data, head, until_s)
+            tried = tried or tried_now
             if ack.error is None and not ack.duplicate:
                 return Published(sequence=ack.seq, created=True)
             standing = await get_last(self._link, self._stream, subject)
             if standing is not None:
-                mine = tried and standing.message_id == message_id.decode()
                 same = standing.record.data == data
                 return Published(
                     sequence=standing.record.sequence,
-                    created=mine,
+                    created=tried and standing.message_id == message_id.decode(),
                     standing=None if same else standing.record.data,
                 )
-            # "Duplicate", yet nothing stands there: it was purged since, or this replica lags. Not stored is not stored.
+            # Nothing stands there: it was purged since, this replica lags, or a cluster is still agreeing.
             if time.monotonic() >= until_s:
-                raise PublishTimeoutError(f"{subject!r}: the server calls it a duplicate of nothing")
+                raise PublishTimeoutError(f"{subject!r}: the server calls it taken, and nothing stands there")
+            if ack.duplicate:
+                message_id = self._ids.next()  # a duplicate of nothing is not stored, and never would be by this id
             await anyio.sleep(RETRY_WAIT_S)
