@@ -17,7 +17,9 @@ from ops.arena.tasks import TaskSource
 from ops.config import RunConfig
 from ops.local_arena import local_arena_config
 from ops.run_folder import RunFolder
+from schemas.config import EngineKind
 from schemas.errors import ConfigError
+from stages.policy.byte_level import write_tokenizer_files
 
 _SEED_OFFSET: Final = 1_000_003
 _LINK: Final = "policy.json"
@@ -59,6 +61,9 @@ def prepare_policy(config: RunConfig, folder: RunFolder) -> str:
                 f"policy.folder: {config.policy.folder} lacks {', '.join(missing)}: expected a HF model folder"
             )
         return config.policy.folder
+    if config.engine.kind is EngineKind.SCRIPTED and config.training.backend == "standin":
+        write_tokenizer_files(folder.policy, max_context=config.rollout.max_context_tokens)
+        return _keep(folder, folder.policy)
     from stages.policy.tiny import PolicySpec  # noqa: PLC0415 - torch and transformers, only where something is made
     from stages.policy.warmup import WarmUpSettings, warm_policy_folder  # noqa: PLC0415
 
@@ -82,6 +87,10 @@ def prepare_policy(config: RunConfig, folder: RunFolder) -> str:
         _conversations(streams, policy.warmup_conversations, _SEED_OFFSET),
         _conversations(streams, 64, 2 * _SEED_OFFSET),
     )
+    return _keep(folder, made)
+
+
+def _keep(folder: RunFolder, made: Path) -> str:
     (folder.path / _LINK).write_bytes(msgspec.json.encode(_Made(folder=str(made))))
     return str(made)
 

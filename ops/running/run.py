@@ -75,9 +75,9 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
             try:
                 await _prepare(folder, supervisor)
                 async with _nats(config, folder, tasks) as (url, settings):
-                    endpoints = _endpoints(config, folder, url, settings)
                     async with connect(url, config.run.id, settings, create=True, limits=_limits(config)) as broker:
                         await _announce_start(config, broker)
+                        endpoints = _endpoints(config, folder, url, settings)
                         progress = Progress(config)
                         tasks.start_soon(progress.follow, broker, on_progress)
                         await _start_all(config, folder, secrets, endpoints, supervisor)

@@ -6,21 +6,14 @@ vLLM, SGLang and transformers load it as any other model.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 import msgspec
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from stages.policy.byte_level import END, PAD, byte_tokenizer
 from stages.policy.chat_template import CHAT_TEMPLATE
-
-PAD: Final = "<|endoftext|>"
-END: Final = "<|im_end|>"
-SPECIAL_TOKENS: Final = (PAD, "<|im_start|>", END)
-MARKUP_TOKENS: Final = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|reserved|>")
-"""Kept by `decode`, since parsers look for them. The reserved one makes the vocabulary 264, which 2, 4 and 8 divide."""
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,18 +28,9 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """vLLM and SGLang want one of 32, 64, 80, 96, 112, 128 …"""
     max_context: int = 1024
     rope_theta: float = 10_000.0
+    init_std: float = 0.06
+    """Of a normal distribution. At this width transformers' usual 0.02 makes attention circuits form several times later."""
     seed: int = 0
-
-
-def byte_tokenizer() -> Tokenizer:
-    """Byte-level without merges: every text comes back as it was; ids 0..255 are bytes, then the added tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKUP_TOKENS])
-    return tokenizer
 
 
 def make_policy_folder(folder: str | Path, spec: PolicySpec) -> None:
@@ -71,7 +55,7 @@ def make_policy_folder(folder: str | Path, spec: PolicySpec) -> None:
         pad_token_id=pad,
         bos_token_id=None,
         dtype="float32",
-        initializer_range=0.02,
+        initializer_range=spec.init_std,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)

@@ -1,0 +1,21 @@
+"""Scripts for the scripted engine: what to answer without a model. For tests of a pipeline, and for chaos."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stages.ports import TokenIds
+
+_END = 258
+"""<|im_end|> of the byte-level tokenizer."""
+_FIRST_LETTER = 64
+"""The id of `a` in the byte-level alphabet: ids follow the sorted printable stand-ins of the bytes."""
+
+
+def random_letters(prompt_ids: TokenIds, number: int) -> Sequence[int]:
+    """Three to five letters, by the prompt and the number of the request: some right, most wrong."""
+    random = np.random.default_rng([number, len(prompt_ids), int(prompt_ids.sum())])
+    length = int(random.integers(3, 6))
+    return [*(_FIRST_LETTER + int(letter) for letter in random.integers(0, 26, length)), _END]

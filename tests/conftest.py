@@ -1,0 +1,34 @@
+"""Fixtures of all rooms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+
+import anyio
+import pytest
+
+WaitUntil = Callable[..., Awaitable[None]]
+
+
+@pytest.fixture
+def wait_until() -> WaitUntil:
+    """Await a condition (a plain or async callable) with a deadline."""
+
+    async def wait(condition: Callable[[], object], *, deadline_s: float = 30.0) -> None:
+        with anyio.fail_after(deadline_s):
+            while True:
+                found = condition()
+                if isinstance(found, Awaitable):
+                    found = await found
+                if found:
+                    return
+                await anyio.sleep(0.005)
+
+    return wait
+
+
+def pytest_configure() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import psutil
+import pytest
+
+from broker.api import Broker
+from ops.connection import connect_to
+from ops.run_folder import RunFolder, RunFolderError
+from pipeline.log import RunLog
+from schemas.topics import STEP_TRAINED
+
+ROOT = Path(__file__).parents[2]
+SMOKE = ROOT / "examples" / "smoke.toml"
+
+
+class RunProcess:
+    """A `headrace run` in a process of its own."""
+
+    def __init__(self, process: anyio.abc.Process, folder: Path) -> None:
+        self.process = process
+        self.folder = RunFolder(folder)
+        self.stdout = b""
+        self.stderr = b""
+
+    def children(self) -> dict[str, psutil.Process]:
+        """Its direct children by kind."""
+        found: dict[str, psutil.Process] = {}
+        try:
+            children = psutil.Process(self.process.pid).children()
+        except psutil.NoSuchProcess:
+            return found
+        for child in children:
+            try:
+                line = " ".join(child.cmdline())
+            except psutil.NoSuchProcess:
+                continue
+            for kind, mark in (
+                ("nats", "nats-server"),
+                ("arena", "ops.arena"),
+                ("gateway", "worker gateway"),
+                ("stages", "worker sampling"),
+                ("trainer", "trainer"),
+            ):
+                if mark in line and child.is_running():
+                    found[kind] = child
+        return found
+
+    @asynccontextmanager
+    async def broker(self) -> AsyncGenerator[Broker]:
+        """A connection to its broker."""
+        async with connect_to(self.folder.read_endpoints(), name="test") as broker:
+            yield broker
+
+    async def wait_for_step(self, step: int, *, deadline_s: float = 90.0) -> None:
+        """Return when a step was trained."""
+        with anyio.fail_after(deadline_s):
+            while True:
+                try:
+                    endpoints = self.folder.read_endpoints()
+                    break
+                except RunFolderError:
+                    assert self.process.returncode is None, self.stderr.decode()
+                    await anyio.sleep(0.02)
+            async with connect_to(endpoints, name="test") as broker, RunLog(broker).read([STEP_TRAINED]) as entries:
+                async for entry in entries:
+                    if getattr(entry.message, "step", 0) >= step:
+                        return
+
+    def interrupt(self) -> None:
+        os.kill(self.process.pid, signal.SIGINT)
+
+    async def result(self) -> dict:
+        """Its JSON line, once it ended well."""
+        code = await self.process.wait()
+        await anyio.sleep(0)
+        assert code == 0, self.stderr.decode()[-4000:]
+        return json.loads(self.stdout.decode().strip().splitlines()[-1])
+
+
+@pytest.fixture
+def headrace(tmp_path: Path):
+    """Start `headrace run CONFIG --json` in tmp_path/run."""
+
+    @asynccontextmanager
+    async def start(*arguments: str, config: Path = SMOKE, folder: Path | None = None) -> AsyncGenerator[RunProcess]:
+        run_dir = folder or tmp_path / "run"
+        command = [sys.executable, "-m", "ops", "run", str(config), "--json", "--set", f"run.dir={run_dir}", *arguments]
+        process = await anyio.open_process(command, cwd=ROOT, stdin=None)
+        run = RunProcess(process, run_dir)
+        async with anyio.create_task_group() as tasks:
+
+            async def collect(stream: anyio.abc.ByteReceiveStream, name: str) -> None:
+                async for chunk in stream:
+                    setattr(run, name, getattr(run, name) + chunk)
+
+            tasks.start_soon(collect, process.stdout, "stdout")
+            tasks.start_soon(collect, process.stderr, "stderr")
+            try:
+                yield run
+            finally:
+                if process.returncode is None:
+                    process.terminate()
+                    with anyio.move_on_after(15, shield=True):
+                        await process.wait()
+                    if process.returncode is None:
+                        process.kill()
+
+    return start

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import psutil
+import pytest
+
+KEYS = {
+    "steps",
+    "reward_by_step",
+    "groups",
+    "episodes",
+    "dead_letters",
+    "staleness",
+    "trained_rows",
+    "unexplained",
+    "seconds",
+}
+
+
+async def test_one_command_runs_the_whole_loop_and_accounts_for_every_group(headrace) -> None:
+    async with headrace("--steps", "3") as run:
+        result = await run.result()
+        children = run.children()
+    assert result.keys() >= KEYS
+    assert result["steps"] == 3
+    assert len(result["reward_by_step"]) == 3
+    assert set(result["groups"]) == {"issued", "trained", "dropped", "open"}
+    assert result["groups"]["trained"] == 12
+    assert result["groups"]["issued"] == sum(result["groups"][key] for key in ("trained", "dropped", "open"))
+    assert result["episodes"]["ended"] >= 48
+    assert (result["unexplained"], result["doubled"], result["dead_letters"]) == (0, 0, 0)
+    assert result["staleness"]["max"] <= result["staleness"]["bound"] == 1
+    assert children == {}
+
+
+async def test_an_interrupted_run_is_resumed_by_the_same_command(headrace, tmp_path) -> None:
+    slow = ("--set", "training.standin_step_s=0.3")
+    async with headrace("--steps", "6", *slow) as run:
+        await run.wait_for_step(2)
+        pids = [child.pid for child in run.children().values()]
+        run.interrupt()
+        assert await run.process.wait() == 130
+        assert b'"steps":' in run.stdout
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+    async with headrace("--steps", "6", folder=tmp_path / "run") as run:
+        result = await run.result()
+    assert result["steps"] == 6
+    assert (result["unexplained"], result["doubled"]) == (0, 0)
+    assert result["groups"]["trained"] == 24
+
+
+async def test_every_kind_of_process_may_be_killed_while_it_runs(headrace, wait_until) -> None:
+    async with headrace("--steps", "14", "--set", "training.standin_step_s=0.3") as run:
+        for step, kind in enumerate(("gateway", "stages", "trainer", "arena", "nats"), start=1):
+            await run.wait_for_step(step)
+            victim = run.children()[kind]
+            victim.kill()
+            await wait_until(lambda k=kind, v=victim: run.children().get(k, v).pid != v.pid)
+        result = await run.result()
+    assert result["steps"] == 14
+    assert (result["unexplained"], result["doubled"]) == (0, 0)
+    assert result["groups"]["trained"] == 56
+
+
+async def test_a_second_run_in_the_same_folder_is_refused(headrace, tmp_path) -> None:
+    async with headrace("--steps", "50", "--set", "training.standin_step_s=0.3") as run:
+        await run.wait_for_step(1)
+        async with headrace("--steps", "1", folder=tmp_path / "run") as second:
+            assert await second.process.wait() == 1
+        assert b"another run holds it" in second.stderr
+        assert second.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("sampling.group_per_step=4", b"sampling.group_per_step: unknown key; did you mean 'groups_per_step'?"),
+        ("sampling.groups_per_step=many", b"sampling.groups_per_step: Expected `int`, got `str`"),
+        (
+            "training.backend=tourch",
+            b"training.backend: expected one of torch, fsdp2, megatron, standin, found 'tourch'",
+        ),
+        ("policy.folder=/nowhere", b"policy.folder: /nowhere lacks"),
+        ("broker.url=ftp://x", b"broker URL: expected nats://"),
+    ],
+)
+async def test_bad_settings_are_one_clear_line_and_nothing_is_left(headrace, setting: str, text: bytes) -> None:
+    async with headrace("--set", setting) as run:
+        assert await run.process.wait() == 1
+        assert text in run.stderr, run.stderr.decode()
+        assert run.children() == {}
+    assert b"Traceback" not in run.stderr
+
+
+async def test_a_worker_that_dies_at_start_ends_the_run_with_its_last_lines(headrace) -> None:
+    async with headrace("--set", "engine.script=nowhere:nothing") as run:
+        assert await run.process.wait() == 1
+        assert run.children() == {}
+    assert b"gateway ended" in run.stderr
+    assert b"can't import 'nowhere:nothing'" in run.stderr
