@@ -1,13 +1,11 @@
 """Policy losses in AReaL's parametrisation, which is the project's own up to names."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from check_policy_losses_verl import verl_weights
 from golden_case import Case, Fields, array, assert_close
 from loss_cases import Layout, Outcome, compare, layout, maybe, number, optional, run_loss, weights_of
 from torch import Tensor
@@ -18,13 +16,10 @@ from stages.learning.losses.config import LossConfig
 from stages.learning.losses.errors import LossConfigError
 from stages.learning.losses.gspo import Gspo
 from stages.learning.losses.importance import BehaviourWeight, Filter, admit
-from stages.learning.losses.kl import KlEstimate, kl_estimate
 from stages.learning.losses.methods import Method
 from stages.learning.losses.minibatch import m2po_cutoff
 from stages.learning.losses.ppo import Ppo
-from stages.learning.losses.proximal import approximation_errors
 from stages.learning.losses.sapo import Sapo
-from stages.learning.rows import Rows
 
 
 def read_filter(given: Fields) -> Filter:
@@ -83,7 +78,7 @@ def _check_inside(case: Case, one: Filter) -> None:
         stats = expected
     else:
         config = LossConfig(
-            method=_ppo_method(case.params), proximal="recompute", filters=(one,), behaviour_weight="token"
+            method=ppo_method(case.params), proximal="recompute", filters=(one,), behaviour_weight="token"
         )
         batch = areal_batch(case, at)
         outcome = run_loss(at, at.floats(case.inputs["logprobs"]), batch, config, areal_weights(case, at, batch))
@@ -132,7 +127,7 @@ def check_ppo(case: Case) -> None:
         check_refusal(case, rejection)
         return
     filters, weight = read_correction(rejection)
-    config = LossConfig(method=_ppo_method(params), proximal="recompute", filters=filters, behaviour_weight=weight)
+    config = LossConfig(method=ppo_method(params), proximal="recompute", filters=filters, behaviour_weight=weight)
     if case.defect:
         _check_certain_tokens_stay(case, config)
         return
@@ -157,7 +152,7 @@ def _certain(case: Case, at: Layout, mask_T: Tensor) -> Tensor:
     return mask_T & (prox_T.float().exp() == 1) & (old_T.float().exp() == 1)
 
 
-def _ppo_method(params: Fields) -> Method:
+def ppo_method(params: Fields) -> Method:
     clip = {"eps_clip": number(params, "eps_clip"), "eps_clip_higher": maybe(params, "eps_clip_higher")}
     level = params["importance_sampling_level"]
     assert level in {"token", "sequence"}, level
@@ -319,261 +314,6 @@ def check_m2po_mask(case: Case) -> None:
     assert int((mask_T & ~want_T).sum()) == case.expected["n_masked"]
 
 
-def check_end_to_end(case: Case) -> None:
-    params = case.params
-    at = layout(case)
-    batch = areal_batch(case, at)
-    config = _end_to_end_config(params)
-    if case.inputs.get("versions") is not None:
-        batch = _with_versions(case, at, batch)
-    outcome = run_loss(at, at.floats(case.inputs["logprobs"]), batch, config, areal_weights(case, at, batch))
-    expected = case.expected
-    # Tokens that the mini-batch's mask dropped have no loss here; the reference leaves junk there for SAPO and CISPO.
-    compare(
-        case,
-        outcome,
-        loss=expected["loss"],
-        grad=expected["grad_logprobs"],
-        per_token=expected["per_token_loss"],
-        where=outcome.terms.keep_T,
-    )
-    _check_reported(case, outcome, at)
-
-
-def _with_versions(case: Case, at: Layout, batch: LossBatch) -> LossBatch:
-    version = case.params.get("current_version")
-    return replace(
-        batch,
-        versions_T=at.ints(case.inputs["versions"]),
-        current_version=None if version is None else int(number(case.params, "current_version")),
-    )
-
-
-def _end_to_end_config(params: Fields) -> LossConfig:
-    rejection = params.get("rejection_sampling")
-    assert rejection is None or isinstance(rejection, Fields)
-    filters, weight = read_correction(rejection)
-    clip = {"eps_clip": number(params, "eps_clip"), "eps_clip_higher": maybe(params, "eps_clip_higher")}
-    assert not (params["use_cispo_loss"] and params["use_sapo_loss"])
-    if params["use_cispo_loss"]:
-        params.without_effect("importance_sampling_level", "c_clip")
-        method: Method = Cispo(**clip)
-    elif params["use_sapo_loss"]:
-        params.without_effect("c_clip")
-        level = str(params["importance_sampling_level"])
-        method = Sapo(tau_pos=number(params, "sapo_tau_pos"), tau_neg=number(params, "sapo_tau_neg"), level=level)
-    else:
-        method = _ppo_method(params)
-    threshold = maybe(params, "m2_threshold")
-    decoupled = bool(params["use_decoupled_loss"])
-    # "metrics" recomputes, and reports the approximations beside it.
-    names = {"metrics": "recompute", "reuse_train_logp": "reuse_train"}
-    given = str(params["prox_logp_method"])
-    # SAPO is measured from the behaviour policy; the others get whatever proximal policy they are given.
-    sapo = bool(params["use_sapo_loss"])
-    assert not (sapo and decoupled)
-    proximal = "none" if sapo else names.get(given, given)
-    return msgspec.convert(
-        {
-            "method": msgspec.to_builtins(method),
-            "proximal": proximal,
-            "filters": msgspec.to_builtins(filters),
-            "behaviour_weight": weight,
-            "m2po_threshold": threshold,
-        },
-        LossConfig,
-    )
-
-
-def _check_reported(case: Case, outcome: Outcome, at: Layout) -> None:
-    terms, method = outcome.terms, outcome.terms.method
-    narrowed_T = _narrowed(outcome)
-    keep_T, clipped_T = terms.keep_T, narrowed_T & method.clipped_T
-    entropy_T = at.floats(case.inputs["entropy"])
-    given_prox_T = optional(case, at, "proximal_logprobs")
-    extra = method.extra or {}
-    dual_T = torch.zeros_like(keep_T) if method.dual_clipped_T is None else method.dual_clipped_T
-    values = {
-        "importance_weight": method.ratio_T,
-        "approx_kl": terms.logp_T - terms.anchor_logp_T,
-        "new_logp": terms.logp_T,
-        "old_logp": terms.old_logp_T,
-        "entropy": entropy_T,
-        "actor_loss": terms.loss_T,
-        "clip_ratio": method.clipped_T,
-        "dual_clip_ratio": dual_T,
-        "logp_diff": terms.old_logp_T - terms.logp_T,
-        "logp_abs_diff": (terms.old_logp_T - terms.logp_T).abs(),
-        "behave_imp_weight": terms.weight_T,
-        "behave_approx_kl": terms.anchor_logp_T - terms.old_logp_T,
-        "behave_filtered_ratio": terms.admission.changed_T,
-        "clipped_new_logp": terms.logp_T,
-        "clipped_old_logp": terms.old_logp_T,
-        "prox_logp_gt": terms.anchor_logp_T if given_prox_T is None else given_prox_T,
-        "sapo_soft_gate": extra.get("sapo_gate"),
-        "sapo_scaled_gate_pos": extra.get("sapo_gate_pos"),
-        "sapo_scaled_gate_neg": extra.get("sapo_gate_neg"),
-    }
-    values |= _approximations(case, outcome, at)
-    denominators = {"n_valid_tokens": keep_T, "clipped_tokens": clipped_T, "unclipped_behave_tokens": keep_T}
-    means = case.expected["reported_means"]
-    assert isinstance(means, Fields)
-    for key in means:
-        one, value_T = means[key], values[key]
-        assert isinstance(one, Fields)
-        assert value_T is not None
-        where_T = denominators[str(one["denominator"])]
-        assert int(where_T.sum()) == one["count"], key
-        if one.get("mean") is not None:
-            assert_close(float(value_T.detach()[where_T].double().mean()), one["mean"], case, "metric", key)
-    _check_reported_scalars(case, outcome)
-
-
-def _approximations(case: Case, outcome: Outcome, at: Layout) -> dict[str, Tensor]:
-    """Reported beside the loss where versions are given: what approximations of the proximal policy would have been, and the drift."""
-    terms = outcome.terms
-    new_T, old_T = terms.logp_T, terms.old_logp_T
-    found = {
-        "kl_div_direct": kl_estimate(old_T, new_T, KlEstimate(estimator="k1")),
-        "kl_div_taylor": kl_estimate(new_T, old_T, KlEstimate(estimator="k2")),
-        "kl_div_dual": kl_estimate(old_T, new_T, KlEstimate(estimator="k3")),
-    }
-    if case.inputs.get("versions") is None or case.params.get("current_version") is None:
-        return found
-    versions_T, current = at.ints(case.inputs["versions"]), int(number(case.params, "current_version"))
-    for position in terms.keep_T.nonzero().squeeze(-1).tolist():
-        one_T = torch.zeros_like(terms.keep_T)
-        one_T[position] = True
-        errors = approximation_errors(
-            terms.anchor_logp_T, new_T, old_T, one_T, versions_T=versions_T, current_version=current
-        )
-        for key, stat in errors.items():
-            found.setdefault(key, torch.zeros_like(new_T))[position] = stat.mean()
-    return found
-
-
-def _staleness(case: Case, outcome: Outcome) -> dict[str, float]:
-    if case.inputs.get("versions") is None or case.params.get("current_version") is None:
-        return {}
-    current = int(number(case.params, "current_version"))
-    versions = outcome.at.ints(case.inputs["versions"])[outcome.terms.keep_T]
-    versions = versions[versions >= 0].double()
-    found: dict[str, float] = {"v_theta": current, "v_proximal": current - 1, "n_valid_generated_tokens": len(versions)}
-    for name, reference in {"theta": current, "proximal": current - 1}.items():
-        stale = reference - versions
-        found |= {
-            f"sample_staleness_{name}_{key}": float(value)
-            for key, value in {"avg": stale.mean(), "max": stale.max(), "min": stale.min()}.items()
-        }
-    return found
-
-
-def _check_reported_scalars(case: Case, outcome: Outcome) -> None:
-    terms = outcome.terms
-    narrowed_T = _narrowed(outcome)
-    dropped = int((narrowed_T & ~terms.keep_T).sum())
-    total, valid = narrowed_T.numel(), int(narrowed_T.sum())
-    found = {
-        "n_total_tokens": total,
-        "n_valid_tokens_in_loss": valid,
-        "n_masked_tokens": total - valid,
-        "masked_token_ratio": (total - valid) / total,
-        "rs_filtered_fraction": dropped / max(valid, 1),
-        **_staleness(case, outcome),
-    }
-    scalars = case.expected["reported_scalars"]
-    assert isinstance(scalars, Fields)
-    for key in scalars:
-        assert_close(found[key], scalars[key], case, "metric", key)
-
-
-def _narrowed(outcome: Outcome) -> Tensor:
-    """The trained tokens that the mini-batch's rule (M2PO) left, before any filter."""
-    narrowed_T = outcome.narrowed
-    return outcome.terms.mask_T if narrowed_T is None else narrowed_T
-
-
-def check_error(case: Case) -> None:
-    if case.defect:
-        weights = verl_weights(case)
-        assert float(weights.abs().sum()) == 0.0
-        return
-    assert case.expected["error"]
-    params, inputs = case.params, case.inputs
-    if "old_logprobs" in inputs:
-        _check_rows_are_required(case)
-    elif "rollout_is" in params:
-        with pytest.raises((AssertionError, ValueError)):
-            verl_weights(case)
-    elif _offered_here(params):
-        _build(params)
-    else:
-        with pytest.raises((LossConfigError, msgspec.ValidationError)):
-            _build(params)
-
-
-def _offered_here(params: Fields) -> bool:
-    """Settings that the reference refuses by choice and this project has: binary KL, and SAPO against a proximal policy."""
-    alone = params.get("use_sapo_loss") and not params.get("use_cispo_loss")
-    return (params.get("metric") == "binary_kl" and params.get("action") != "clamp") or bool(
-        alone and params.get("use_decoupled_loss")
-    )
-
-
-def _build(params: Fields) -> object:
-    """The settings of a case without data, as this project would be given them."""
-    params.without_effect("use_decoupled_loss")
-    if "metric" in params or "level" in params:
-        given = {"agg" if key == "aggregation" else key: params[key] for key in params if params.get(key) is not None}
-        given["aggregation"] = given.pop("agg", "mean")
-        return msgspec.convert({"upper": 2.0} | given, Filter)
-    flags = {"cispo": params.get("use_cispo_loss"), "sapo": params.get("use_sapo_loss")}
-    kinds = [kind for kind, wanted in flags.items() if wanted]
-    if not kinds:
-        bare_cispo = "eps_clip_higher" in params and "c_clip" not in params
-        kinds = ["sapo" if "tau_pos" in params else "cispo" if bare_cispo else "ppo"]
-    fields: dict[str, object] = {}
-    for kind in kinds:  # two methods: the settings of both, which no method takes
-        fields |= {"kind": kind, **_fields(params, kind)}
-    params.without_effect(*params)
-    return msgspec.convert({"method": fields}, LossConfig)
-
-
-def _fields(params: Fields, kind: str) -> dict[str, object]:
-    renamed = {
-        "c_clip": "dual_clip",
-        "importance_sampling_level": "level",
-        "sapo_tau_pos": "tau_pos",
-        "sapo_tau_neg": "tau_neg",
-    }
-    found = {renamed.get(key, key): params[key] for key in params if not key.startswith("use_")}
-    if kind == "sapo":
-        return {"tau_pos": 1.0, "tau_neg": 1.05} | {
-            key: found[key] for key in ("tau_pos", "tau_neg", "level") if key in found
-        }
-    # A cap of None is the error in question; other values that are not given stay away.
-    return {
-        key: value
-        for key, value in found.items()
-        if value is not None or (kind == "cispo" and key == "eps_clip_higher")
-    }
-
-
-def _check_rows_are_required(case: Case) -> None:
-    """Row-level settings can't run without rows here: a batch has them by construction."""
-    level = case.params.get("level") or case.params.get("importance_sampling_level")
-    assert level == "sequence", level
-    case.params.without_effect(*case.params)
-    case.inputs.without_effect(*case.inputs)
-    at = layout(case)
-    mask_T = at.mask(case.inputs["loss_mask"])
-    logp_T = at.floats(case.inputs["old_logprobs"])
-    with pytest.raises(TypeError, match="rows"):
-        admit(logp_T, logp_T, mask_T, filters=(), weight="none")
-    with pytest.raises(TypeError, match="num_rows"):
-        Rows(row_T=mask_T.long())
-
-
 CHECKS: dict[str, Callable[[Case], None]] = {
     "ppo": check_ppo,
     "dual_clip": check_ppo,
@@ -585,6 +325,4 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "cispo": check_cispo,
     "rejection": check_rejection,
     "m2po_mask": check_m2po_mask,
-    "grpo_end_to_end": check_end_to_end,
-    "error": check_error,
 }
