@@ -61,6 +61,7 @@ class Recording:
         """Every file was closed properly."""
         self._files: Final[list[BinaryIO]] = []
         self._names: Final = part_paths(path)
+        self._topics: dict[str, TopicSummary] | None = None
         self._cache: Final[dict[int, dict[str, memoryview]]] = {}
         messages: list[tuple[int, MessageEntry]] = []
         payloads: list[tuple[int, PayloadEntry]] = []
@@ -108,6 +109,11 @@ class Recording:
         return self.header.run
 
     @property
+    def num_files(self) -> int:
+        """1, or more when it was rotated."""
+        return len(self._files)
+
+    @property
     def num_messages(self) -> int:
         """Messages in sound blocks."""
         return sum(entry.head.count for _, entry in self.lookup.messages)
@@ -128,6 +134,8 @@ class Recording:
 
     def topics(self) -> dict[str, TopicSummary]:
         """Messages and bytes by topic, from the index alone."""
+        if self._topics is not None:
+            return self._topics
         found: dict[str, TopicSummary] = {}
         for _, entry in self.lookup.messages:
             for topic, count in entry.head.topics.items():
@@ -136,7 +144,8 @@ class Recording:
                     messages=count.messages + (former.messages if former else 0),
                     size_bytes=count.size_bytes + (former.size_bytes if former else 0),
                 )
-        return dict(sorted(found.items()))
+        self._topics = dict(sorted(found.items()))
+        return self._topics
 
     def missing_payloads(self) -> list[str]:
         """Payloads that were gone before they could be recorded."""
@@ -212,10 +221,11 @@ class Recording:
                 wanted.update(self._with_topic(topic, everything))
         return sorted(number for number in wanted if number >= start)
 
-    def _with_topic(self, topic: str, numbers: Sequence[int]) -> list[int]:
-        if not topic or "*" in topic or ">" in topic:
+    def _with_topic(self, pattern: str, numbers: Sequence[int]) -> list[int]:
+        if pattern in ("", ">", "*.*"):
             return list(numbers)
-        return [number for number in numbers if topic in self.lookup.messages[number][1].head.topics]
+        wanted = {topic for topic in self.topics() if matches(pattern, topic)}
+        return [number for number in numbers if not wanted.isdisjoint(self.lookup.messages[number][1].head.topics)]
 
     def records_of_group(self, group: str) -> Iterator[Record]:
         """Every message whose key begins with a group or with a session, row or other id made from it."""

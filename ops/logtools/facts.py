@@ -170,7 +170,11 @@ async def group_facts(source: LogSource, group: str) -> GroupFacts:
     sessions = [
         pattern
         for session in facts.sessions
-        for pattern in (f"{run}.session.*.{session}", f"{run}.session.*.{session}.>", f"{run}.*.recorded.{session}.>")
+        for pattern in (
+            f"{run}.session.*.{session}",
+            f"{run}.session.*.{session}.>",
+            f"{run}.interaction.recorded.{session}.>",
+        )
     ]
     if sessions:
         async for record in source.read(sessions):

@@ -98,7 +98,7 @@ class Publishing:
                 await self._feed(iter(prompts), start, send, on_row)
         if self._settings.list_stream:
             await self._list()
-        await self._save_position()
+        await self.save_position()
         return self.figures
 
     async def _feed(
@@ -134,7 +134,7 @@ class Publishing:
                 if on_row is not None:
                     on_row()
                 if self._contiguous and self._contiguous % _SAVE_EVERY == 0:
-                    await self._save_position()
+                    await self.save_position()
 
     async def _publish(self, number: int, prompt: Prompt) -> None:
         ref = await self._payloads.hold(prompt.prompt)
@@ -190,7 +190,8 @@ class Publishing:
         found = await self._broker.load_state(self._key)
         return 0 if found is None else msgspec.msgpack.decode(found[0], type=_Position).rows
 
-    async def _save_position(self) -> None:
+    async def save_position(self) -> None:
+        """Keep how far everything is published, for a command that goes on later."""
         if self._source:
             position = _Position(source=self._source, rows=self._contiguous)
             await self._broker.save_state(self._key, msgspec.msgpack.encode(position))

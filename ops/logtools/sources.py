@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import msgspec
 
 from broker.api import Broker, Record
-from broker.naming import overlaps
+from broker.naming import any_matches, overlaps
 from broker.recording import Recording
 from broker.recording.references import decoded_topic
 from ops.connection import open_run
@@ -60,10 +60,11 @@ class LiveSource:
         return f"the log of run {self.broker.run}"
 
     async def read(self, filters: Sequence[str] = ()) -> AsyncIterator[Record]:
-        patterns = apart(filters) or [f"{PREFIX}.{self.broker.run}.>"]
-        async with self.broker.read(patterns, follow=False) as records:
+        wanted = tuple(filters) or (f"{PREFIX}.{self.broker.run}.>",)
+        async with self.broker.read(apart(wanted), follow=False) as records:
             async for record in records:
-                yield record
+                if any_matches(wanted, record.subject):
+                    yield record
 
     async def payload(self, ref: PayloadRef) -> memoryview:
         return ref.inline if ref.inline is not None else await self.broker.payloads.get(ref)
@@ -84,7 +85,7 @@ class FileSource:
         return str(self.recording.path)
 
     async def read(self, filters: Sequence[str] = ()) -> AsyncIterator[Record]:
-        for record in self.recording.records(apart(filters)):
+        for record in self.recording.records(filters):
             yield record
 
     async def payload(self, ref: PayloadRef) -> memoryview:
@@ -107,12 +108,28 @@ async def open_source(target: str | None, *, url: str | None = None) -> AsyncGen
 
 
 def apart(filters: Sequence[str]) -> list[str]:
-    """The filters without those that another one covers: brokers want filters that match nothing in common."""
+    """Filters that match at least what these do and have nothing in common, as brokers want them. They may match more:
+    whoever reads by them checks the subject against his own.
+    """
     kept: list[str] = []
-    for pattern in sorted(set(filters), key=lambda text: (text.count("."), text)):
-        if not any(overlaps(pattern, other) for other in kept):
-            kept.append(pattern)
+    for pattern in dict.fromkeys(filters):
+        wanted = pattern
+        while (other := next((found for found in kept if overlaps(wanted, found)), None)) is not None:
+            kept.remove(other)
+            wanted = _joined(wanted, other)
+        kept.append(wanted)
     return kept
+
+
+def _joined(first: str, second: str) -> str:
+    """The narrowest filter that matches whatever one of two overlapping ones does."""
+    a, b = first.split("."), second.split(".")
+    tokens: list[str] = []
+    for x, y in zip(a, b, strict=False):
+        if ">" in (x, y):
+            return ".".join([*tokens, ">"])
+        tokens.append(x if x == y else "*")
+    return ".".join(tokens)
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):

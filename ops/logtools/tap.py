@@ -15,6 +15,7 @@ import anyio
 import msgspec
 
 from broker.api import Broker, Record
+from broker.naming import any_matches
 from broker.recording.blocks import topic_and_entity
 from ops.logtools.expressions import Expression, Value
 from ops.logtools.names import Kind, Subject
@@ -85,7 +86,8 @@ async def tap(
         where: only messages that satisfy it.
         only: a test of the decoded message; with it nothing is passed over.
     """
-    patterns = apart(filters)
+    wanted = tuple(filters)
+    patterns = apart(wanted)
     position = (await broker.log_status()).last_sequence
     num_shown = 0
     while True:
@@ -93,6 +95,8 @@ async def tap(
         async with broker.read(patterns, after_sequence=position) as records:
             async for record in records:
                 position = record.sequence
+                if not any_matches(wanted, record.subject):
+                    continue
                 told = tell(record)
                 if only is not None and not only(told):
                     continue
@@ -198,12 +202,14 @@ async def rates(broker: Broker, filters: Sequence[str], *, period_s: float = WIN
     position = (await broker.log_status()).last_sequence
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    async with broker.read(apart(filters), after_sequence=position, headers_only=True) as records:
+    wanted = tuple(filters)
+    async with broker.read(apart(wanted), after_sequence=position, headers_only=True) as records:
         started = anyio.current_time()
         while True:
             with anyio.move_on_after(max(0.0, started + period_s - anyio.current_time())) as waiting:
                 record = await anext(records)
-                _count(record, counts, sizes)
+                if any_matches(wanted, record.subject):
+                    _count(record, counts, sizes)
             if waiting.cancelled_caught or anyio.current_time() - started >= period_s:
                 seconds = anyio.current_time() - started
                 yield Rates(

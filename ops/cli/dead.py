@@ -1,0 +1,217 @@
+"""`headrace dead list | show | retry | drop`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import cyclopts
+import msgspec
+from cyclopts import Parameter
+from rich.table import Table
+from rich.text import Text
+
+from ops.cli.failing import EXIT_USAGE, plain_errors
+from ops.cli.output import console, write_json
+from ops.connection import open_run
+from ops.logtools.dead import Letter, LetterState, content, find_letter, letters
+from ops.logtools.dead import drop as drop_letter
+from ops.logtools.dead import retry as retry_letter
+from ops.logtools.plain import Plain, size
+from ops.logtools.sources import LiveSource, open_source
+from schemas.errors import ConfigError
+from schemas.messages.sampling import DeadDropped, DeadRetry
+from schemas.topics import topic_named
+
+app = cyclopts.App(name="dead", help="Messages that a stage gave up: list, show, retry, drop.")
+
+Run = Annotated[
+    str | None, Parameter(help="A run's folder or name; the newest below ./runs. With --url, the run's id.")
+]
+Url = Annotated[str | None, Parameter(help="Broker of a run whose folder is elsewhere.")]
+Json = Annotated[bool, Parameter(help="One JSON value.")]
+
+
+@app.command(name="list")
+def list_letters(
+    source: Annotated[
+        str | None, Parameter(name=["--in", "-i"], help="A recording, or a run's folder or name.")
+    ] = None,
+    *,
+    all_: Annotated[bool, Parameter(name="--all", help="Also those that were dropped or dealt with.")] = False,
+    url: Url = None,
+    json: Json = False,
+) -> int:
+    """List the dead letters that need somebody.
+
+    Examples:
+        headrace dead list
+        headrace dead list --in q.hrrec --all --json
+    """
+
+    async def work() -> list[Letter]:
+        async with open_source(source, url=url) as opened:
+            return await letters(opened, everything=all_)
+
+    with plain_errors():
+        found = anyio.run(work)
+    if json:
+        write_json([_listed(letter) for letter in found])
+        return 0
+    screen = console()
+    if not found:
+        screen.print("no dead letters")
+        return 0
+    narrow = screen.width < 100
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("id", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("message", overflow="fold")
+    if not narrow:
+        table.add_column("reason", no_wrap=True)
+        table.add_column("attempts", justify="right")
+    table.add_column("error", overflow="ellipsis", no_wrap=True, ratio=1)
+    for letter in found:
+        message = f"{letter.topic} {'.'.join(letter.key)}"
+        row = [letter.id, letter.state.value, message]
+        row += [] if narrow else [letter.reason, str(letter.attempts)]
+        table.add_row(*row, Text(letter.error))
+    screen.print(table)
+    return 0
+
+
+def _listed(letter: Letter) -> dict[str, object]:
+    shown = msgspec.structs.asdict(letter)
+    del shown["letter"]
+    return shown
+
+
+@app.command
+def show(
+    letter: str,
+    /,
+    *,
+    source: Annotated[
+        str | None, Parameter(name=["--in", "-i"], help="A recording, or a run's folder or name.")
+    ] = None,
+    url: Url = None,
+    json: Json = False,
+) -> int:
+    """Show one letter with its message.
+
+    Examples:
+        headrace dead show map_rewards:4711
+    """
+
+    async def work() -> dict[str, Plain]:
+        async with open_source(source, url=url) as opened:
+            return content(await find_letter(opened, letter))
+
+    with plain_errors():
+        found = anyio.run(work)
+    if json:
+        write_json(found)
+        return 0
+    screen = console()
+    screen.print(Text.assemble((str(found["id"]), "bold"), f"  {found['state']}, {found['time']}"))
+    screen.print(f"{found['subject']}", markup=False)
+    screen.print(f"{found['reason']} after {found['attempts']} attempts: {found['error']}", markup=False, style="red")
+    if found["undecodable"]:
+        screen.print(f"its message can't be decoded: {found['undecodable']}", markup=False)
+        raw = found["size_bytes"]
+        screen.print(f"{size(raw) if isinstance(raw, int) else raw}, beginning {found['first_bytes']}", markup=False)
+    else:
+        screen.print_json(msgspec.json.encode(found["message"]).decode())
+    screen.print(
+        f"headrace dead retry {found['id']}    or    headrace dead drop {found['id']} --reason TEXT", style="dim"
+    )
+    return 0
+
+
+@app.command
+def retry(
+    *letter: str,
+    all_: Annotated[bool, Parameter(name="--all", help="All letters that nobody has retried.")] = False,
+    stage: Annotated[str | None, Parameter(help="With --all: only letters of this stage.")] = None,
+    mended: Annotated[Path | None, Parameter(help="JSON file of the message to handle in its place.")] = None,
+    run: Run = None,
+    url: Url = None,
+    json: Json = False,
+) -> int:
+    """Send letters to their stages again, each as a new attempt. If it fails again, there is a new letter.
+
+    Examples:
+        headrace dead retry map_rewards:4711
+        headrace dead retry --all --stage arena_launch
+        headrace dead retry map_rewards:4711 --mended fixed.json
+    """
+
+    async def work() -> list[DeadRetry]:
+        async with open_run(run, url=url, name="dead") as broker:
+            source = LiveSource(broker)
+            if all_:
+                open_letters = [found for found in await letters(source) if found.state is LetterState.OPEN]
+                chosen = [found for found in open_letters if stage in (None, found.stage)]
+            else:
+                chosen = [await find_letter(source, name) for name in letter]
+            return [await retry_letter(broker, found, mended=_mended(found, mended)) for found in chosen]
+
+    if bool(letter) == all_ or (mended is not None and len(letter) != 1):
+        console().print("headrace dead retry: expected ids, or --all; --mended takes one id")
+        return EXIT_USAGE
+    with plain_errors(OSError):
+        done = anyio.run(work)
+    if json:
+        write_json([{"id": f"{one.stage}:{one.sequence}", "attempt": one.attempt} for one in done])
+    else:
+        for one in done:
+            console().print(f"{one.stage}:{one.sequence} is sent again, attempt {one.attempt}")
+        if not done:
+            console().print("no dead letters to retry")
+    return 0
+
+
+def _mended(letter: Letter, path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    topic = topic_named(letter.topic)
+    if topic is None:
+        raise ConfigError(f"--mended: {letter.topic} is no topic of this version")
+    try:
+        return topic.encode(msgspec.json.decode(path.read_bytes(), type=topic.message))
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--mended {path}: expected a {topic.message.__name__} as JSON: {error}") from error
+
+
+@app.command
+def drop(
+    *letter: str,
+    reason: Annotated[str, Parameter(help="Why it needs nothing more; stays on the log.")] = "",
+    run: Run = None,
+    url: Url = None,
+    json: Json = False,
+) -> int:
+    """Say that letters need nothing more. They stay on the log and leave the list.
+
+    Examples:
+        headrace dead drop map_rewards:4711 --reason 'test prompt'
+    """
+
+    async def work() -> list[DeadDropped]:
+        async with open_run(run, url=url, name="dead") as broker:
+            source = LiveSource(broker)
+            chosen = [await find_letter(source, name) for name in letter]
+            return [await drop_letter(broker, found, reason=reason) for found in chosen]
+
+    if not letter:
+        console().print("headrace dead drop: expected at least one id")
+        return EXIT_USAGE
+    with plain_errors():
+        done = anyio.run(work)
+    if json:
+        write_json([{"id": f"{one.stage}:{one.sequence}", "reason": one.reason} for one in done])
+    else:
+        for one in done:
+            console().print(f"{one.stage}:{one.sequence} is dropped{f': {one.reason}' if one.reason else ''}")
+    return 0
