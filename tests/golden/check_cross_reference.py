@@ -79,16 +79,28 @@ def _methods(case: Case) -> Callable[[str], Method]:
         return lambda _: Dppo(threshold_low=bound, threshold_high=bound)
     low, high, dual = _first(params, _LOW), _first(params, _HIGH), maybe(params, "c")
     assert low is not None, f"no loss is known that has the parameters {list(params)}"
-    if dual is not None:
+    if not _ratio_is_of_rows(case):
         return lambda _: Ppo(eps_clip=low, eps_clip_higher=high, dual_clip=dual)
-    # A clip without a dual clip: the comparison of row-level ratios.
     token_gradient = {"verl", "skyrl"}
     return lambda name: Gspo(
         eps_clip=low,
         eps_clip_higher=high,
+        dual_clip=dual,
         advantage="row" if name == "areal" else "token",
         gradient="token" if name in token_gradient else "row",
     )
+
+
+def _ratio_is_of_rows(case: Case) -> bool:
+    """A clipped loss is given without its level: it is that of rows (GSPO) where AReaL's tokens of a row all have one loss."""
+    areal = case.expected.get("areal")
+    if not isinstance(areal, Fields) or areal.get("per_token_loss") is None:
+        return False
+    at = layout(case)
+    mask_T, loss_T = at.mask(case.inputs["loss_mask"]), at.floats(areal["per_token_loss"])
+    largest_R = at.rows.extreme(loss_T, mask_T, largest=True, empty=0.0)
+    smallest_R = at.rows.extreme(loss_T, mask_T, largest=False, empty=0.0)
+    return bool(torch.allclose(largest_R, smallest_R, rtol=1e-4, atol=1e-6))
 
 
 def _check_policy(case: Case) -> None:
