@@ -89,6 +89,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
+    outer_system: tuple[str, ...] = ()
+    """System texts that stand outside the messages; `messages` begins with them unless some were skipped."""
+    num_last: int = 0
+    """How many of `messages` the body's last element made; 0 where that is not known."""
+    skipped: int = 0
+    """Messages before `messages` that were not parsed again: see `shortcuts`."""
+    known: bytes = b""
+    """Digest of the skipped messages."""
     prompt: str | tuple[int, ...] | None = None
     """completions: a raw text, or ids, instead of messages."""
     requested: Requested = Requested()
@@ -162,15 +170,17 @@ def new_call_id(protocol: Protocol_) -> str:
     return _ID_PREFIXES[protocol][1] + secrets.token_hex(12)
 
 
-def gather_system(messages: Iterable[Message]) -> tuple[Message, ...]:
+def gather_system(messages: Iterable[Message], *, answered: bool = False) -> tuple[Message, ...]:
     """One system message at the front.
 
     System texts before the model's first answer are joined there. Later ones stand where they came, as a user's message: moving
     them to the front would change the prompt that was already sampled from, and many templates refuse them in the middle.
+
+    Args:
+        answered: the messages go on after an answer.
     """
     front: list[str] = []
     rest: list[Message] = []
-    answered = False
     for message in messages:
         answered = answered or message.role == "assistant"
         if message.role != "system":

@@ -87,8 +87,15 @@ class Match(msgspec.Struct, frozen=True, kw_only=True):
     """Messages (or characters, or ids of a raw prompt) that the parent's chain already holds."""
     before: Digest
     """Digest of the call's whole input."""
+    trail: tuple[Digest, ...] = ()
+    """Digest of the conversation after each of the call's messages."""
     broken: bool
     """The call comes with a model's answer that no recorded chain holds: the history was rewritten."""
+
+
+def new_messages(call: Call, match: Match) -> tuple[Message, ...]:
+    """The messages that the call's chain does not hold yet."""
+    return call.messages[max(0, match.num_known - call.skipped) :]
 
 
 class Forest:
@@ -108,18 +115,21 @@ class Forest:
 
     def _match_messages(self, call: Call) -> Match:
         tools = {tool.name: tool for tool in call.tools}
-        digest = root_digest(call.tools)
+        digest = call.known or root_digest(call.tools)
         parent: Node | None = None
         num_known = 0
         last_answer = 0
-        for position, message in enumerate(call.messages):
+        trail: list[Digest] = []
+        for position, message in enumerate(call.messages, start=call.skipped):
             digest = extend_digest(digest, message_digest(message, tools))
+            trail.append(digest)
             if message.role == "assistant":
                 last_answer = position + 1
                 found = _choose(self._after.get(digest, ()), message)
                 if found is not None:
                     parent, num_known = found, position + 1
-        return Match(parent=parent, num_known=num_known, before=digest, broken=last_answer > num_known)
+        broken = last_answer > num_known
+        return Match(parent=parent, num_known=num_known, before=digest, trail=tuple(trail), broken=broken)
 
     def _match_raw(self, prompt: str | tuple[int, ...]) -> Match:
         kind, data = (b"text", prompt) if isinstance(prompt, str) else (b"ids", np.asarray(prompt, dtype=np.int32))

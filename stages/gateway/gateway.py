@@ -33,7 +33,7 @@ from stages.gateway.errors import (
     SessionEndedError,
     UnavailableError,
 )
-from stages.gateway.forest import Match
+from stages.gateway.forest import Match, new_messages
 from stages.gateway.generation import Sampled, sample
 from stages.gateway.parsing import output_parser
 from stages.gateway.ports import Clock, OnlineSessions, Peers, Preprocessor, Recorder
@@ -96,6 +96,8 @@ class Gateway:
         self._engine = engine
         self._renderer = PromptRenderer(tokenizer, settings.tool_schemas)
         self._preprocessors = tuple(preprocessors)
+        self.reads_whole: Final = bool(self._preprocessors)
+        """Preprocessors must see whole conversations."""
         self._writer = Writer(recorder, payloads, settings.recording, settings.limits)
         self.sessions: Final = SessionBook(
             settings,
@@ -146,7 +148,7 @@ class Gateway:
             # The scope was cancelled: by the end of the session, or by its deadline.
             if session is not None and session.ended:
                 raise SessionEndedError(f"session {session.id} ended while this call was running")
-            raise UnavailableError(f"the call took longer than {limits.call_deadline_s:g} s")
+            raise UnavailableError(f"the call took longer than {self.settings.limits.call_deadline_s:g} s")
         except GatewayError as error:
             self._note_failure(session, error)
             raise
@@ -236,7 +238,7 @@ class Gateway:
         size = (
             len(call.prompt)
             if call.prompt is not None
-            else sum(len(text) for message in call.messages[match.num_known :] for text in message.texts)
+            else sum(len(text) for message in new_messages(call, match) for text in message.texts)
         )
         if size > _THREAD_CHARACTERS:
             return await anyio.to_thread.run_sync(self._renderer.new_ids, call, match)

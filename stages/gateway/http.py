@@ -37,6 +37,7 @@ from stages.gateway.reading import (
     session_token,
 )
 from stages.gateway.session import Session
+from stages.gateway.shortcuts import Cut, holds, resumed
 
 T = TypeVar("T")
 
@@ -106,10 +107,12 @@ class GatewayApp:
         if isinstance(target, str):
             await self._forward(target, request, body, send)
             return
-        exchange = self._exchange(protocol, target, body)
         if path == _COUNT:
+            exchange = self._parse(protocol, target, body, None)
             await _send_json(send, 200, to_json({"input_tokens": await self._gateway.count_tokens(exchange.call)}))
-        elif exchange.call.stream:
+            return
+        exchange = self._exchange(protocol, target, body)
+        if exchange.call.stream:
             await self._stream(exchange, target, receive, send)
         else:
             answers = await _while_connected(receive, lambda: self._gateway.answer(target, exchange.call))
@@ -145,18 +148,35 @@ class GatewayApp:
         }
 
     def _exchange(self, protocol: Protocol_, session: Session | None, body: bytes) -> Exchange:
-        limits = self._settings.limits
+        """Parse a body: only what is new of it, where its beginning is known."""
+        if session is None or self._gateway.reads_whole or protocol == "completions":
+            return self._parse(protocol, session, body, None)
+        cut = session.shortcuts.find(protocol, body)
+        exchange = self._parse(protocol, session, body, cut)
+        match = session.forest.match(exchange.call)
+        if cut is not None and not holds(exchange.call, match, cut):
+            cut, exchange = None, self._parse(protocol, session, body, None)
+            match = session.forest.match(exchange.call)
+        session.shortcuts.keep(exchange.call, match, body, cut)
+        return exchange
+
+    def _parse(self, protocol: Protocol_, session: Session | None, body: bytes, cut: Cut | None) -> Exchange:
+        limits, resumes = self._settings.limits, cut is not None
+        read = body if cut is None else cut.body
         match protocol:
             case "chat_completions":
-                return parse_chat(body, limits)
+                exchange: Exchange = parse_chat(read, limits, resumes=resumes)
             case "completions":
-                return parse_completion(body)
+                exchange = parse_completion(read)
             case "messages":
-                return MessagesExchange(parse_messages(body, limits))
+                exchange = MessagesExchange(parse_messages(read, limits, resumes=resumes))
             case "responses":
-                known = {} if session is None else dict(session.responses)
-                request = parse_responses(body, limits, known)
-                return ResponsesExchange(request, _forget if session is None else session.remember_response)
+                known = {} if session is None else session.responses
+                request = parse_responses(read, limits, known, resumes=resumes)
+                exchange = ResponsesExchange(request, _forget if session is None else session.remember_response)
+        if cut is not None:
+            exchange.call = resumed(exchange.call, cut, limits)
+        return exchange
 
     async def _stream(self, exchange: Exchange, session: Session | None, receive: Receive, send: Send) -> None:
         stream = _Stream(exchange, send, self._settings.limits.keepalive_s)

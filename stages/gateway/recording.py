@@ -15,7 +15,7 @@ from schemas.arrays import float32, int32, runs
 from schemas.messages.rollout import FinishReason, InteractionRecorded, InteractionTokens
 from schemas.payload import INLINE_LIMIT_BYTES, PayloadRef, inline_ref
 from stages.gateway.conversation import Answer, Call, Message, Tool
-from stages.gateway.forest import Forest, Match, raw_digest
+from stages.gateway.forest import Forest, Match, new_messages, raw_digest
 from stages.gateway.generation import Sampled
 from stages.gateway.matching import Digest, extend_digest, message_digest, root_digest
 from stages.ports import Payloads, TokenIds
@@ -45,7 +45,7 @@ def tokens_payload(call: Call, match: Match, *, new_ids: TokenIds, sampled: Samp
     recorded = RecordedCall(
         model=call.model,
         tools=call.tools if match.parent is None else (),
-        messages=call.messages[match.num_known :],
+        messages=new_messages(call, match),
         text=call.prompt[match.num_known :] if isinstance(call.prompt, str) else None,
         is_raw=call.prompt is not None,
         answer=answer.message,

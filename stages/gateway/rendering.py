@@ -12,7 +12,7 @@ import numpy as np
 
 from stages.gateway.conversation import Call, Message, Tool
 from stages.gateway.errors import InvalidRequestError
-from stages.gateway.forest import Match
+from stages.gateway.forest import Match, new_messages
 from stages.gateway.matching import parse_object
 from stages.gateway.settings import ToolSchemas
 from stages.ports import TemplateError, TokenIds, Tokenizer
@@ -65,7 +65,7 @@ class PromptRenderer:
         elif call.prompt is not None:
             ids = np.asarray(call.prompt[match.num_known :], dtype=np.int32)
         elif match.parent is not None:
-            return self.continuation(call.messages[match.num_known :], ended=match.parent.ended)
+            return self.continuation(new_messages(call, match), ended=match.parent.ended)
         else:
             return self.whole(call.messages, call.tools)
         if not ids.size and match.parent is None:

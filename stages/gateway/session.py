@@ -15,6 +15,7 @@ from schemas.payload import digest
 from stages.gateway.conversation import Message
 from stages.gateway.errors import InvalidRequestError
 from stages.gateway.forest import Forest
+from stages.gateway.shortcuts import Shortcuts
 
 _TOKEN_PREFIX: Final = "hrs"
 _MAX_RESPONSES: Final = 64
@@ -94,6 +95,7 @@ class Session:
         """Online sessions: the reward of the whole, if it was set."""
         self.turn_rewards: Final[dict[str, float]] = {}
         """Online sessions: interaction id → reward."""
+        self.shortcuts: Final = Shortcuts()
         self.responses: Final[OrderedDict[str, tuple[Message, ...]]] = OrderedDict()
         """responses: the conversations that previous_response_id may name."""
 

@@ -130,8 +130,11 @@ class _Body(msgspec.Struct):
 _decoder: Final = msgspec.json.Decoder(_Body)
 
 
-def parse_chat(body: bytes, limits: GatewayLimits) -> ChatExchange:
+def parse_chat(body: bytes, limits: GatewayLimits, *, resumes: bool = False) -> ChatExchange:
     """A request's body.
+
+    Args:
+        resumes: the messages go on after an answer: those before were cut out.
 
     Raises:
         InvalidRequestError: it can't be used.
@@ -162,7 +165,8 @@ def parse_chat(body: bytes, limits: GatewayLimits) -> ChatExchange:
         protocol="chat_completions",
         answer_id=new_answer_id("chat_completions"),
         model=request.model,
-        messages=gather_system(_message(one) for one in request.messages),
+        messages=gather_system((_message(one) for one in request.messages), answered=resumes),
+        num_last=1,
         tools=_tools(request.tools, limits),
         requested=requested,
         stream=bool(request.stream),
@@ -255,7 +259,7 @@ class ChatExchange:
     """One chat completion."""
 
     def __init__(self, call: Call, *, include_usage: bool) -> None:
-        self.call: Final = call
+        self.call = call
         self._include_usage = include_usage
         self._created: Final = int(time.time())
         head = {"id": call.answer_id, "object": "chat.completion.chunk", "created": self._created, "model": call.model}

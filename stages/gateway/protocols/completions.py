@@ -97,7 +97,7 @@ class CompletionExchange:
     """One text completion."""
 
     def __init__(self, call: Call, *, include_usage: bool) -> None:
-        self.call: Final = call
+        self.call = call
         self._include_usage = include_usage
         self._created: Final = int(time.time())
         self._chosen = range(call.requested.n)

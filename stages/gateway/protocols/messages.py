@@ -79,8 +79,11 @@ class _Body(msgspec.Struct):
 _decoder: Final = msgspec.json.Decoder(_Body)
 
 
-def parse_messages(body: bytes, limits: GatewayLimits) -> Call:
+def parse_messages(body: bytes, limits: GatewayLimits, *, resumes: bool = False) -> Call:
     """A request's body.
+
+    Args:
+        resumes: the messages go on after an answer: those before were cut out, and the outer system text with them.
 
     Raises:
         InvalidRequestError: it can't be used.
@@ -97,12 +100,17 @@ def parse_messages(body: bytes, limits: GatewayLimits) -> Call:
         tool_choice=None if choice is None else choice.name or {"any": "required"}.get(choice.type, choice.type),
         parallel_tool_calls=not choice.disable_parallel_tool_use if choice else None,
     )
-    messages = [*_system(request.system), *(one for message in request.messages for one in _messages(message))]
+    system = _system(request.system)
+    outer = [Message(role="system", texts=(text,)) for text in system] if not resumes else []
+    elements = [list(_messages(message)) for message in request.messages]
+    messages = [*outer, *(one for element in elements for one in element)]
     return Call(
         protocol="messages",
         answer_id=new_answer_id("messages"),
         model=request.model,
-        messages=gather_system(messages),
+        messages=gather_system(messages, answered=resumes),
+        outer_system=system,
+        num_last=len(elements[-1]),
         tools=tuple(
             checked_tool(one.name, one.description, one.input_schema, limits)
             for one in request.tools or ()
@@ -113,9 +121,9 @@ def parse_messages(body: bytes, limits: GatewayLimits) -> Call:
     )
 
 
-def _system(system: str | list[Block] | None) -> Iterator[Message]:
+def _system(system: str | list[Block] | None) -> tuple[str, ...]:
     texts = [system] if isinstance(system, str) else [_text(block) for block in system or ()]
-    yield from (Message(role="system", texts=(text,)) for text in texts if not text.startswith(_BILLING))
+    return tuple(text for text in texts if not text.startswith(_BILLING))
 
 
 def _messages(message: _Message) -> Iterator[Message]:

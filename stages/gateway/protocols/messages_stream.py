@@ -22,7 +22,7 @@ class MessagesExchange:
     """One message."""
 
     def __init__(self, call: Call) -> None:
-        self.call: Final = call
+        self.call = call
         self._blocks = BlockStream()
 
     def _message(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -128,11 +128,14 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     instructions: str | None
 
 
-def parse_responses(body: bytes, limits: GatewayLimits, previous: dict[str, tuple[Message, ...]]) -> ResponsesRequest:
+def parse_responses(
+    body: bytes, limits: GatewayLimits, previous: Mapping[str, tuple[Message, ...]], *, resumes: bool = False
+) -> ResponsesRequest:
     """A request's body.
 
     Args:
         previous: the conversations that `previous_response_id` may name.
+        resumes: the items go on after an input: those before were cut out, and the instructions with them.
 
     Raises:
         InvalidRequestError: it can't be used.
@@ -143,14 +146,20 @@ def parse_responses(body: bytes, limits: GatewayLimits, previous: dict[str, tupl
     items = [_Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     check_size(len(items), limits)
     before = _before(request.previous_response_id, previous)
-    instructions = [Message(role="system", texts=(request.instructions,))] if request.instructions else []
+    outer = (request.instructions,) if request.instructions else ()
+    instructions = [] if resumes else [Message(role="system", texts=(text,)) for text in outer]
+    # A response that is kept for previous_response_id needs its whole conversation.
+    alone = request.store is False and request.previous_response_id is None
+    can_resume = alone and not isinstance(request.input, str) and not _is_answer(items[-1])
     tools, names = _tools(request.tools or [], limits)
     choice = request.tool_choice
     call = Call(
         protocol="responses",
         answer_id=new_answer_id("responses"),
         model=request.model,
-        messages=gather_system([*instructions, *before, *_messages(items)]),
+        messages=gather_system([*instructions, *before, *_messages(items)], answered=resumes),
+        outer_system=outer,
+        num_last=1 if can_resume else 0,
         tools=tools,
         requested=Requested(
             max_tokens=positive(request.max_output_tokens),
@@ -172,7 +181,7 @@ def parse_responses(body: bytes, limits: GatewayLimits, previous: dict[str, tupl
     )
 
 
-def _before(response_id: str | None, previous: dict[str, tuple[Message, ...]]) -> tuple[Message, ...]:
+def _before(response_id: str | None, previous: Mapping[str, tuple[Message, ...]]) -> tuple[Message, ...]:
     if response_id is None:
         return ()
     if response_id not in previous:

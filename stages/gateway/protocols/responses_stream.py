@@ -29,7 +29,7 @@ class ResponsesExchange:
     """One response."""
 
     def __init__(self, request: ResponsesRequest, remember: Remember) -> None:
-        self.call: Final[Call] = request.call
+        self.call = request.call
         self._request = request
         self._remember = remember
         self._created = int(time.time())

@@ -20,8 +20,7 @@ T = TypeVar("T")
 class Exchange(Protocol):
     """One request and the way back: the call it asks for, and its answer in the protocol's own form."""
 
-    @property
-    def call(self) -> Call: ...
+    call: Call
 
     def reply(self, answers: Sequence[Answer]) -> bytes:
         """The body of a non-streaming answer."""
