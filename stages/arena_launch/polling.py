@@ -1,21 +1,28 @@
-"""When a task is looked at: soon where its stream's tasks end soon, rarely where they run for hours. Pure but for what it remembers.
+"""When a task is looked at: soon where its stream's tasks end soon, rarely where they run for long or where very many run.
 
-A task's first look comes when the stream's quickest recent task would be half done; then the waits grow with the task's age up to the
-configured interval. Each wait is spread by a fixed share of the task, so that tasks launched together are not asked about together.
+The waits grow with the task's age up to the configured interval. Once a stream's tasks have been seen to end, the first look comes
+shortly before its quickest would. All looks of a process together stay below a rate: with more tasks each waits longer. Each wait is
+spread by a share of the task's own, so that tasks launched together are not asked about together.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from typing import Final
 
 import anyio
 
-FIRST_WAIT_S: Final = 0.1
-"""Of a stream whose tasks nobody has seen end yet, and the shortest wait."""
-_AGE_SHARE: Final = 0.2
-"""A wait as a share of the task's age: the end is seen at most so much late."""
+SHORTEST_WAIT_S: Final = 0.1
+LONGEST_JUMP_S: Final = 60.0
+"""A task that fails at once is seen at most so late, however long its stream's tasks take."""
+MAX_LOOKS_PER_S: Final = 400.0
+"""Of one process: about a third of a core."""
+_UNKNOWN_SHARE: Final = 0.5
+_KNOWN_SHARE: Final = 0.1
+"""A wait as a share of the task's age, before and after the stream's tasks were seen to end."""
+_EARLY: Final = 0.9
 _SPREAD: Final = 0.25
 _REMEMBERED: Final = 64
 
@@ -32,11 +39,22 @@ async def pause(delay_s: float, over: anyio.Event) -> None:
 class Pace:
     """How often one process looks at its tasks; shared by all of them."""
 
-    def __init__(self, interval_s: float) -> None:
+    def __init__(self, interval_s: float, *, max_looks_per_s: float = MAX_LOOKS_PER_S) -> None:
         self._interval_s: Final = interval_s
+        self._max_looks_per_s: Final = max_looks_per_s
         self._seconds: Final[dict[str, deque[float]]] = {}
-        self.lateness_s: Final[deque[float]] = deque(maxlen=8192)
+        self._watching = 0
+        self.lateness_s: Final[deque[float]] = deque(maxlen=65536)
         """How much later than planned the latest looks came."""
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """One more task is looked at."""
+        self._watching += 1
+        try:
+            yield
+        finally:
+            self._watching -= 1
 
     def wait_s(self, stream: str, age_s: float, spread_unit: float) -> float:
         """Seconds until a task is looked at next.
@@ -46,11 +64,13 @@ class Pace:
             age_s: Since its launch; 0 for the first look.
             spread_unit: The task's own number in [0, 1).
         """
+        least_s = max(SHORTEST_WAIT_S, self._watching / self._max_looks_per_s)
+        most_s = max(self._interval_s, least_s)
         recent = self._seconds.get(stream)
-        quickest_s = min(recent) if recent else 0.0
-        wait_s = max(FIRST_WAIT_S, age_s * _AGE_SHARE, quickest_s / 2 - age_s)
-        if age_s >= quickest_s / 2:
-            wait_s = min(wait_s, self._interval_s)
+        share = _UNKNOWN_SHARE if recent is None else _KNOWN_SHARE
+        wait_s = min(max(age_s * share, least_s), most_s)
+        if recent is not None:
+            wait_s = max(wait_s, min(min(recent) * _EARLY - age_s, LONGEST_JUMP_S))
         return wait_s * (1 + _SPREAD * (spread_unit - 0.5))
 
     def ended(self, stream: str, seconds: float) -> None:

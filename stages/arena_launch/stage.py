@@ -194,7 +194,8 @@ async def _launch(
                 task_id=result.task_id,
             )
         )
-        return await _watch(launched, result.task_id, stream, group_closed, ports)
+        with ports.pace.watching():
+            return await _watch(launched, result.task_id, stream, group_closed, ports)
 
 
 async def _post(launch: Launch, ports: _Ports) -> TaskResult:
@@ -226,7 +227,8 @@ async def _take_over(
     """Another worker launched it: watch the same task."""
     log.info("a running task is taken over", session=latest.launched.session, task_id=accepted.task_id)
     async with ports.route.resume(latest.launched):
-        return await _watch(latest.launched, accepted.task_id, stream, group_closed, ports)
+        with ports.pace.watching():
+            return await _watch(latest.launched, accepted.task_id, stream, group_closed, ports)
 
 
 async def _watch(

@@ -1,5 +1,7 @@
 """The launch stage: order of what it does, faults, take-over, and what an episode's end says."""
 
+import contextlib
+
 import anyio
 import msgspec
 import pytest
@@ -246,24 +248,33 @@ def test_a_request_that_was_given_up_still_ends_its_slot(world) -> None:
 
 def test_the_first_look_at_an_unknown_streams_task_comes_soon_and_waits_grow_to_the_interval() -> None:
     pace = Pace(5.0)
-    assert pace.wait_s("s", 0, 0.5) == pytest.approx(0.1)
-    waits = [pace.wait_s("s", age, 0.5) for age in (1, 5, 10, 25, 1000)]
-    assert waits == pytest.approx([0.2, 1, 2, 5, 5])
+    waits = [pace.wait_s("s", age, 0.5) for age in (0, 0.1, 1, 4, 10, 1000)]
+    assert waits == pytest.approx([0.1, 0.1, 0.5, 2, 5, 5])
 
 
-def test_a_stream_of_long_tasks_is_first_looked_at_when_its_quickest_is_half_done() -> None:
+def test_a_stream_of_long_tasks_is_first_looked_at_shortly_before_its_quickest_would_end() -> None:
     pace = Pace(5.0)
     for seconds in (60, 80, 70):
         pace.ended("slow", seconds)
-    assert pace.wait_s("slow", 0, 0.5) == pytest.approx(30)
-    assert pace.wait_s("slow", 30, 0.5) == pytest.approx(5)
+    assert pace.wait_s("slow", 0, 0.5) == pytest.approx(54)
+    assert pace.wait_s("slow", 54, 0.5) == pytest.approx(5)
     assert pace.wait_s("other", 0, 0.5) == pytest.approx(0.1)
-    looks = 0
-    age = 0.0
-    while age < 60:
-        age += pace.wait_s("slow", age, 0.5)
-        looks += 1
-    assert looks <= 8
+
+
+def test_a_task_that_fails_at_once_is_seen_within_a_minute_however_long_its_siblings_took() -> None:
+    pace = Pace(5.0)
+    pace.ended("hours", 7200)
+    assert pace.wait_s("hours", 0, 0.5) == pytest.approx(60)
+
+
+def test_all_looks_of_a_process_together_stay_below_a_rate() -> None:
+    pace = Pace(5.0, max_looks_per_s=100)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2000):
+            stack.enter_context(pace.watching())
+        assert pace.wait_s("s", 0, 0.5) == pytest.approx(20)
+        assert pace.wait_s("s", 1000, 0.5) == pytest.approx(20)
+    assert pace.wait_s("s", 0, 0.5) == pytest.approx(0.1)
 
 
 def test_looks_are_spread_over_a_quarter_of_their_wait() -> None:
