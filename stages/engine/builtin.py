@@ -232,10 +232,12 @@ class BuiltinEngine:
         """One round; False when there is nothing to do until something new comes."""
         self._apply_aborts()
         self._apply_swap()
+        if self._paused:
+            return False
         draining = self._swap is not None
         while self._waiting and self._sampler.num_free > 0 and not draining:
             self._sampler.add(self._waiting.popleft().request)
-        if self._paused or not self._sampler.num_running:
+        if not self._sampler.num_running:
             return False
         sampled = await anyio.to_thread.run_sync(self._steps)
         self._num_tokens += len(sampled)

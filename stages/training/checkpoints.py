@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -76,7 +78,8 @@ def write(
         part.mkdir(parents=True)
     ranks.barrier()
     writer = FileSystemWriter(part, sync_files=True)
-    save(state, storage_writer=writer, no_dist=ranks.world_size == 1)
+    with _single_process_is_meant():
+        save(state, storage_writer=writer, no_dist=ranks.world_size == 1)
     ranks.barrier()
     if ranks.rank == 0:
         record = CheckpointRecord(
@@ -140,7 +143,8 @@ def read(folder: Path, state: dict[str, object], ranks: Ranks) -> None:
         CheckpointError: It is of another model.
     """
     try:
-        load(state, storage_reader=FileSystemReader(folder), no_dist=ranks.world_size == 1)
+        with _single_process_is_meant():
+            load(state, storage_reader=FileSystemReader(folder), no_dist=ranks.world_size == 1)
     except (CheckpointException, RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{folder} can't be loaded into this model: {error}") from error
 
@@ -154,6 +158,14 @@ def prune(root: Path, *, keep: int, protected: Callable[[int], bool] = lambda _:
         superseded = generation != latest[step]
         if superseded or (step not in newest and not protected(step)):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _single_process_is_meant() -> Generator[None]:
+    """Torch warns whenever a checkpoint has one rank."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _checksum(file: Path) -> str:
