@@ -61,7 +61,8 @@ class Staleness(msgspec.Struct, frozen=True, kw_only=True):
     """In versions, over all trained rows."""
 
     max: int
-    bound: int
+    bound: int | None
+    """None: rows of another run, without a bound."""
 
 
 class RunAccount(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +101,7 @@ class _Group:
 class Account:
     """Collects messages in the order of the log; `result` says what they amount to."""
 
-    def __init__(self, run: str, *, staleness_bound: int) -> None:
+    def __init__(self, run: str, *, staleness_bound: int | None) -> None:
         self.run: Final = run
         self._bound: Final = staleness_bound
         self._groups: Final[dict[str, _Group]] = {}
@@ -198,7 +199,7 @@ class Account:
         )
 
 
-async def account(broker: Broker, *, staleness_bound: int, seconds: float = 0.0) -> RunAccount:
+async def account(broker: Broker, *, staleness_bound: int | None, seconds: float = 0.0) -> RunAccount:
     """Scan a run's whole log, as it stands now."""
     collected = Account(broker.run, staleness_bound=staleness_bound)
     async with RunLog(broker).read(_TOPICS, follow=False) as entries:

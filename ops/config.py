@@ -32,6 +32,7 @@ from schemas.config_arena import ArenaSettings, StreamConfig, resolve_streams
 from schemas.errors import ConfigError, InvalidIdError
 from schemas.ids import check_run_id
 from schemas.payload import digest
+from stages.assembly.partition import MicroBatchPacking, OverlongRows, RankBalance
 from stages.assembly.settings import AssemblySettings, check_settings
 from stages.assembly.stall import StallSettings
 from stages.sampling.fold import SamplingSettings
@@ -114,6 +115,10 @@ def check_config(config: RunConfig) -> None:
     _at_least("rollout.attempts", config.rollout.attempts, 1)
     _at_least("training.ranks", config.training.ranks, 1)
     _at_least("training.checkpoint_every_steps", config.training.checkpoint_every_steps, 1)
+    _at_least("run.from_run_max_staleness", config.run.from_run_max_staleness, 0)
+    _at_least("training.max_tokens_per_microbatch", config.training.max_tokens_per_microbatch, 1)
+    _at_least("training.tokens_multiple", config.training.tokens_multiple, 1)
+    _at_least("training.microbatch_multiple", config.training.microbatch_multiple, 1)
     _at_least("training.keep_checkpoints", config.training.keep_checkpoints, 1)
     _one_of("sampling.order", config.sampling.order, ("smallest_next", "quota"))
     _one_of("engine.swap", config.engine.swap, ("in_place", "recompute", "abort", "drain"))
@@ -121,6 +126,14 @@ def check_config(config: RunConfig) -> None:
     _one_of("reward.export", config.reward.export, ("concat", "individual"))
     _one_of("reward.shared_tokens", config.reward.shared_tokens, ("first", "all"))
     _one_of("training.backend", config.training.backend, ("torch", "fsdp2", "megatron", "standin"))
+    _one_of("training.balance", config.training.balance, tuple(RankBalance))
+    _one_of("training.packing", config.training.packing, tuple(MicroBatchPacking))
+    _one_of("training.overlong_rows", config.training.overlong_rows, tuple(OverlongRows))
+    if config.run.from_run and config.loss.get("proximal") == "loglinear":
+        raise ConfigError(
+            "loss.proximal = loglinear interpolates between this run's weight versions; rows of another run (run.from_run) "
+            "have none of them: expected recompute, reuse_train or none"
+        )
     if config.rollout.temperature <= 0:
         raise ConfigError(
             f"rollout.temperature: expected > 0 (trained calls are sampled), found {config.rollout.temperature}"
@@ -143,7 +156,9 @@ def fold_digest(config: RunConfig) -> str:
     and changes no output, so that a run it ended can go on with another one.
     """
     assembly = msgspec.structs.replace(assembly_settings(config), stall=StallSettings())
-    settings = [sampling_settings(config), assembly]
+    settings: list[object] = [sampling_settings(config), assembly]
+    if config.run.from_run:
+        settings.append("from_run")
     return digest(msgspec.json.encode(settings, order="deterministic"))
 
 
@@ -161,11 +176,16 @@ def assembly_settings(config: RunConfig) -> AssemblySettings:
     tree = {
         "groups_per_step": config.sampling.groups_per_step,
         "slots_per_group": config.sampling.slots_per_group,
-        "max_staleness": config.sampling.max_staleness,
+        "max_staleness": staleness_bound(config),
         "temperature": config.rollout.temperature,
         "run": config.run.id,
     }
     return check_settings(_convert({**section, **tree}, AssemblySettings, "assembly"))
+
+
+def staleness_bound(config: RunConfig) -> int | None:
+    """How stale a trained row may be; None = any. Rows of another run carry that run's versions."""
+    return config.run.from_run_max_staleness if config.run.from_run else config.sampling.max_staleness
 
 
 def sampling_settings(config: RunConfig) -> SamplingSettings:

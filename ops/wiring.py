@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from stages.rewards.map_rewards import RewardSettings, map_rewards
-
 from broker.api import ConsumerSettings
 from ops.config import assembly_settings, run_streams, sampling_settings
 from ops.streams import list_streams
@@ -28,11 +26,14 @@ from schemas.errors import ConfigError
 from schemas.messages.sampling import Tick
 from stages.assembly.fold import AssemblyFold
 from stages.fan_out import fan_out
+from stages.rewards.map_rewards import RewardSettings, map_rewards
 from stages.rewards.transforms import load_rewards
 from stages.sampling.fold import SamplingFold
 from stages.weights.broadcast import broadcast_weights
 
 LIGHT_STAGES: Final = ("sampling", "fan_out", "arena_launch", "rewards", "assembly", "weights")
+FROM_RUN_STAGES: Final = ("bridge", "assembly", "trainer")
+"""What a run has that trains from another one's trajectories; its bridge works in the supervising process."""
 STAGES: Final = (*LIGHT_STAGES, "gateway", "trainer")
 
 
@@ -111,10 +112,10 @@ async def _rewards(context: WorkerContext) -> None:
 async def _assembly(context: WorkerContext) -> None:
     ticker = Ticker(context.broker, period_s=context.config.sampling.tick_period_s)
     metrics = context.metrics("assembly")
+    copies = bool(context.config.run.from_run)  # the bridge copies the first run's ticks, too
     found = (await context.broker.log_status()).last_sequence
 
     def see(sequence: int, message: object) -> None:
-        metrics.gauges["folded_sequence"] = sequence
         if isinstance(message, Tick):
             ticker.seen(message.ordinal)
         if sequence > found:
@@ -123,7 +124,7 @@ async def _assembly(context: WorkerContext) -> None:
     fold = AssemblyFold(assembly_settings(context.config))
     runner = FoldRunner(fold, context.broker, metrics, on_message=see)
     context.on_drain(runner.drain)
-    await runner.run(beside=ticker.run)
+    await runner.run(beside=None if copies else ticker.run)
 
 
 async def _weights(context: WorkerContext) -> None:

@@ -237,7 +237,7 @@ class FoldRunner(Generic[S]):
     def _describe(self) -> None:
         waits_for, gauges = self.fold.describe(self.state)
         self.metrics.wait_for(waits_for)
-        self.metrics.gauges.update(gauges)
+        self.metrics.gauges.update(gauges, folded_sequence=self.sequence)
 
     async def _payload(self, ref: PayloadRef) -> memoryview:
         return ref.inline if ref.inline is not None else await self.broker.payloads.get(ref)

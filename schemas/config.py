@@ -23,6 +23,14 @@ class RunSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Trained steps after which the run ends; None = no limit of its own."""
     epochs: int | None = None
     """Passes over the mixture after which it ends; None = no limit of its own."""
+    from_run: str = ""
+    """Train from the trajectories of this run (its folder, or its id on the same broker) instead of sampling; the first
+    run is only read. Short: `--from-run`.
+    """
+    from_run_max_staleness: int | None = None
+    """Bound on (step - 1) - a row's oldest version where the versions are the first run's; None = no bound.
+    `sampling.max_staleness` is not used then.
+    """
 
 
 class BrokerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,6 +169,16 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Steps over which the learning rate rises linearly."""
     max_grad_norm: float = 1.0
     max_tokens_per_microbatch: int = 4096
+    balance: str = "kk"
+    """How rows are dealt to ranks: `kk` (Karmarkar-Karp differencing) or `lpt` (longest first)."""
+    packing: str = "ffd"
+    """How a rank's rows are packed: `ffd` (as few micro-batches as possible) or `kk` (as even as possible)."""
+    overlong_rows: str = "alone"
+    """A row above the budget: `alone` in a micro-batch of its own, with a warning; `refuse` ends the run."""
+    tokens_multiple: int = 1
+    """Each row counts as padded to a multiple of so many tokens (context parallelism: twice its ranks)."""
+    microbatch_multiple: int = 1
+    """Micro-batches of a mini-batch are a multiple of this (pipeline stages)."""
     checkpoint_every_steps: int = 1
     keep_checkpoints: int = 2
     threads: int = 1

@@ -25,6 +25,7 @@ def run(
     /,
     *,
     steps: int | None = None,
+    from_run: str | None = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative=())] = None,
     json: bool = False,
     quiet: bool = False,
@@ -35,6 +36,7 @@ def run(
     Examples:
         headrace run examples/quickstart.toml
         headrace run examples/quickstart.toml --steps 3 --json --set run.dir=runs/try
+        headrace run other-loss.toml --from-run runs/quickstart
 
     Parameters
     ----------
@@ -42,6 +44,9 @@ def run(
         A config file (TOML).
     steps
         Trained steps after which the run ends; short for --set run.steps=N.
+    from_run
+        Train from the trajectories of this run (its folder, or its id on the same broker), which is only read; short for
+        --set run.from_run=RUN.
     set_
         Override one setting, a.b=value; may be repeated.
     json
@@ -53,6 +58,8 @@ def run(
     """
     set_up_logs(process="run", level=log_level)
     overrides = [*(set_ or []), *([] if steps is None else [f"run.steps={steps}"])]
+    if from_run is not None:
+        overrides.append(f"run.from_run={msgspec.json.encode(from_run).decode()}")
     console = Console(stderr=True)
     with plain_errors(RunFailedError):
         loaded = load_config(config, overrides)

@@ -60,6 +60,11 @@ def trainer_process(config: RunConfig, folder: RunFolder, environment: Mapping[s
 
 def run_processes(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> list[ProcessSpec]:
     """The workers of a run, in the order of their start."""
+    if config.run.from_run:
+        return [
+            worker_process("stages", ("assembly",), folder, environment),
+            trainer_process(config, folder, environment),
+        ]
     gateway_environment = {**environment, "OMP_NUM_THREADS": str(config.engine.threads)}
     return [
         worker_process("gateway", ("gateway",), folder, gateway_environment),

@@ -51,6 +51,11 @@ class Progress:
         """The newest trained step."""
         return max(self.rewards, default=0)
 
+    @property
+    def assembled_step(self) -> int:
+        """The newest assembled step."""
+        return max(self._assembled, default=0)
+
     async def _listen(self, broker: Broker) -> None:
         async with broker.listen(f"{REPORT_PREFIX}.{broker.run}.>") as announcements:
             async for _subject, data in announcements:

@@ -24,11 +24,13 @@ from broker.settings import ConnectSettings
 from broker.topology import RunLimits
 from ops.accounts import RunAccount, account
 from ops.arena_access import LOCAL
-from ops.config import RunConfig, fold_digest
+from ops.config import RunConfig, fold_digest, staleness_bound
 from ops.local_arena import local_arena_config
 from ops.run_folder import Endpoints, RunFolder
+from ops.running.bridge import bridged
 from ops.running.plan import arena_process, run_environment, run_processes
 from ops.running.progress import Progress
+from ops.running.source import check_source, find_source
 from ops.secrets import RunSecrets, run_secrets
 from ops.supervise.process import ProcessGivenUpError, ProcessSpec, RestartPolicy, python
 from ops.supervise.supervisor import Supervisor
@@ -64,7 +66,10 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
     """
     started = time.monotonic()
     counted: RunAccount | None = None
-    failure: ProcessGivenUpError | None = None
+    failure: Exception | None = None
+    source = find_source(config) if config.run.from_run else None
+    if source is not None:
+        await check_source(source, config)
     folder = RunFolder(config.run.dir)
     folder.create()
     with folder.lock():
@@ -80,15 +85,17 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
                         endpoints = _endpoints(config, folder, url, settings)
                         progress = Progress(config)
                         tasks.start_soon(progress.follow, broker, on_progress)
-                        await _start_all(config, folder, secrets, endpoints, supervisor)
-                        await _until_done(supervisor, stopped)
-                        await supervisor.stop()
+                        async with bridged(source, broker, progress) as bridge:
+                            await _start_all(config, folder, secrets, endpoints, supervisor)
+                            await _until_done(supervisor, stopped, *([bridge.ended] if bridge else []))
+                            await supervisor.stop()
+                        failure = bridge.failure if bridge else None
                         counted = await account(
                             broker,
-                            staleness_bound=config.sampling.max_staleness,
+                            staleness_bound=staleness_bound(config),
                             seconds=time.monotonic() - started,
                         )
-                    failure = supervisor.failure
+                    failure = supervisor.failure or failure
             except ProcessGivenUpError as error:
                 failure = error
             finally:
@@ -236,7 +243,7 @@ async def _announce_start(config: RunConfig, broker: Broker) -> None:
 async def _start_all(
     config: RunConfig, folder: RunFolder, secrets: RunSecrets, endpoints: Endpoints, supervisor: Supervisor
 ) -> None:
-    local = config.arena.url == LOCAL
+    local = config.arena.url == LOCAL and not config.run.from_run
     environment = run_environment(config, secrets, local_arena=local)
     if local:
         await _start_arena(config, folder, endpoints, supervisor, environment)
@@ -260,13 +267,13 @@ async def _start_arena(
     await supervisor.start(arena_process(folder, str(config_file), environment), on_ready=ready)
 
 
-async def _until_done(supervisor: Supervisor, stopped: anyio.Event) -> None:
-    """Until the trainer has finished, a process is given up, or somebody stops the run."""
+async def _until_done(supervisor: Supervisor, *others: anyio.Event) -> None:
+    """Until the trainer has finished, a process is given up, or one of the other events comes (somebody stops the run)."""
     async with anyio.create_task_group() as tasks:
 
         async def end_when(event: anyio.Event) -> None:
             await event.wait()
             tasks.cancel_scope.cancel()
 
-        for event in (supervisor.processes["trainer"].finished, supervisor.failed, stopped):
+        for event in (supervisor.processes["trainer"].finished, supervisor.failed, *others):
             tasks.start_soon(end_when, event)

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ops.accounts import RunAccount
+from ops.config import staleness_bound
 from ops.running.progress import STALE_REPORT_S, Progress
-from ops.wiring import STAGES
+from ops.wiring import FROM_RUN_STAGES, STAGES
 from pipeline.metrics import WorkerReport
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -38,6 +39,7 @@ def _head(progress: Progress, width: int) -> Panel:
     trainer = progress.reports.get("trainer")
     sampling = progress.reports.get("sampling")
     gateway = progress.reports.get("gateway")
+    bound = staleness_bound(config)
     steps = "∞" if config.run.steps is None else str(config.run.steps)
     lines = [
         f"step {progress.step}/{steps}   reward {rewards[-1]:.3f} {sparkline(rewards, max(10, width - 50))}"
@@ -47,10 +49,14 @@ def _head(progress: Progress, width: int) -> Panel:
         + "  ".join(
             f"{name} {int(_gauge(sampling, f'groups_{name}'))}" for name in ("issued", "running", "waiting", "trained")
         ),
-        f"staleness {int(_gauge(trainer, 'staleness'))} of {config.sampling.max_staleness}"
-        f"   sampling {_gauge(gateway, 'tokens_per_s'):,.0f} tok/s"
-        f"   training {_gauge(trainer, 'tokens_per_s'):,.0f} tok/s"
-        f"   step {_gauge(trainer, 'step_s'):.2f} s",
+        "   ".join(
+            (
+                f"staleness {int(_gauge(trainer, 'staleness'))} of {'any' if bound is None else bound}",
+                f"sampling {_gauge(gateway, 'tokens_per_s'):,.0f} tok/s",
+                f"training {_gauge(trainer, 'tokens_per_s'):,.0f} tok/s",
+                f"step {_gauge(trainer, 'step_s'):.2f} s",
+            )
+        ),
     ]
     return Panel("\n".join(lines), title=f"run {config.run.id}", title_align="left", border_style="cyan")
 
@@ -65,7 +71,7 @@ def _stages(progress: Progress, *, wide: bool) -> Table:
             table.add_column(name, justify="right", no_wrap=True)
     table.add_column("waits for", overflow="ellipsis", no_wrap=True, ratio=1)
     now = time.time()
-    for stage in STAGES:
+    for stage in FROM_RUN_STAGES if progress.config.run.from_run else STAGES:
         report = progress.reports.get(stage)
         if report is None:
             table.add_row(stage, *["·"] * (6 if wide else 4), Text("starting", style="dim"))
@@ -119,7 +125,10 @@ def print_summary(account: RunAccount, console: Console, *, folder: str, interru
     table.add_row(
         "episodes", f"{episodes.requested} requested, {episodes.ended} ended, {episodes.rejected} slots rejected"
     )
-    table.add_row("staleness", f"at most {account.staleness.max}, bound {account.staleness.bound}")
+    bound = account.staleness.bound
+    table.add_row(
+        "staleness", f"at most {account.staleness.max}, " + ("no bound" if bound is None else f"bound {bound}")
+    )
     table.add_row("dead letters", str(account.dead_letters))
     table.add_row("folder", folder)
     title = "run interrupted; the same command resumes it" if interrupted else "run finished"
