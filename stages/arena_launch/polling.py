@@ -19,6 +19,7 @@ LONGEST_JUMP_S: Final = 60.0
 """A task that fails at once is seen at most so late, however long its stream's tasks take."""
 MAX_LOOKS_PER_S: Final = 400.0
 """Of one process: about a third of a core."""
+LAUNCHES_AT_ONCE: Final = 64
 _UNKNOWN_SHARE: Final = 0.5
 _KNOWN_SHARE: Final = 0.1
 """A wait as a share of the task's age, before and after the stream's tasks were seen to end."""
@@ -44,6 +45,8 @@ class Pace:
         self._max_looks_per_s: Final = max_looks_per_s
         self._seconds: Final[dict[str, deque[float]]] = {}
         self._watching = 0
+        self.launching: Final = anyio.CapacityLimiter(LAUNCHES_AT_ONCE)
+        """Bounds the POSTs in flight: at most so many launches can be lost at once, and looks stay on time."""
         self.lateness_s: Final[deque[float]] = deque(maxlen=65536)
         """How much later than planned the latest looks came."""
 

@@ -178,22 +178,23 @@ async def _launch(
             route=ports.route.name,
             model_name=access.model_name,
         )
-        await ports.launches.record(launched)
-        try:
-            result = await _post(_launch_of(requested, stream, session, access), ports)
-        except ArenaFatalError as error:
-            return await _close(launched, ports, None, LAUNCH_REFUSED, str(error))
-        if result.terminal:
-            return await _close(launched, ports, result, result.status, "")
-        await ports.launches.record(
-            EpisodeAccepted(
-                group=requested.group,
-                slot=requested.slot,
-                attempt=requested.attempt,
-                launch_try=launch_try,
-                task_id=result.task_id,
+        async with ports.pace.launching:  # from intent to task id: what a fault can leave in doubt stays bounded
+            await ports.launches.record(launched)
+            try:
+                result = await _post(_launch_of(requested, stream, session, access), ports)
+            except ArenaFatalError as error:
+                return await _close(launched, ports, None, LAUNCH_REFUSED, str(error))
+            if result.terminal:
+                return await _close(launched, ports, result, result.status, "")
+            await ports.launches.record(
+                EpisodeAccepted(
+                    group=requested.group,
+                    slot=requested.slot,
+                    attempt=requested.attempt,
+                    launch_try=launch_try,
+                    task_id=result.task_id,
+                )
             )
-        )
         with ports.pace.watching():
             return await _watch(launched, result.task_id, stream, group_closed, ports)
 
