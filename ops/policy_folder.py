@@ -20,10 +20,12 @@ from ops.run_folder import RunFolder
 from schemas.config import EngineKind
 from schemas.errors import ConfigError
 from stages.policy.byte_level import write_tokenizer_files
+from stages.policy.demonstrations import Task, mixed_conversations, right_conversations
 
 _SEED_OFFSET: Final = 1_000_003
 _LINK: Final = "policy.json"
-Conversation = list[dict[str, object]]
+_RIGHT_SHARE: Final = 0.7
+"""Right answers among the mixed ones, as a share of the target: below 1, so that the target is reached."""
 
 
 class _Made(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,14 +80,15 @@ def prepare_policy(config: RunConfig, folder: RunFolder) -> str:
         seed=policy.seed + config.run.seed,
     )
     streams = local_arena_config(config).streams
+    lessons = _tasks(streams, policy.warmup_conversations, _SEED_OFFSET)
+    share = _RIGHT_SHARE * policy.warmup_target
     made = warm_policy_folder(
         cache_folder(),
         spec,
-        WarmUpSettings(
-            target=policy.warmup_target, max_updates=policy.warmup_max_updates, seed=policy.seed + config.run.seed
-        ),
-        _conversations(streams, policy.warmup_conversations, _SEED_OFFSET),
-        _conversations(streams, 64, 2 * _SEED_OFFSET),
+        WarmUpSettings(target=policy.warmup_target, max_updates=policy.warmup_max_updates, seed=spec.seed),
+        right_conversations(lessons),
+        mixed_conversations(lessons, right_share=share, seed=spec.seed),
+        right_conversations(_tasks(streams, 64, 2 * _SEED_OFFSET)),
     )
     return _keep(folder, made)
 
@@ -103,17 +106,12 @@ def cache_folder() -> Path:
     return path
 
 
-def _conversations(streams: tuple[StreamSpec, ...], per_stream: int, seed_offset: int) -> list[Conversation]:
-    """Tasks with their right answers as chats, `per_stream` of each stream."""
-    conversations: list[Conversation] = []
+def _tasks(streams: tuple[StreamSpec, ...], per_stream: int, seed_offset: int) -> list[Task]:
+    """Tasks with their right answers, `per_stream` of each stream."""
+    tasks: list[Task] = []
     for stream in streams:
         source = TaskSource(msgspec.structs.replace(stream, size=per_stream, seed=stream.seed + seed_offset))
         for data_id in source.data_ids:
             texts = source.texts(data_id)
-            answer = texts.answer.lower() if stream.lowercase else texts.answer
-            messages: Conversation = []
-            for turn in texts.turns:
-                messages.append({"role": "user", "content": turn.replace("{reply}", answer)})
-                messages.append({"role": "assistant", "content": answer})
-            conversations.append(messages)
-    return conversations
+            tasks.append(Task(turns=texts.turns, answer=texts.answer.lower() if stream.lowercase else texts.answer))
+    return tasks

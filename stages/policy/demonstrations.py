@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stages.policy.warmup import Conversation
+Conversation = list[dict[str, object]]
+"""OpenAI messages; every assistant message is an answer to learn."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,13 +26,12 @@ from transformers.utils import logging as transformers_logging
 
 from stages.learning import attention
 from stages.learning.forward import PolicyForward
+from stages.policy.demonstrations import Conversation
 from stages.policy.tiny import PolicySpec, make_policy_folder
 from stages.policy.tokenizer import FolderTokenizer, TokenizerError, load_tokenizer
 
 log = structlog.get_logger("headrace.policy")
 
-Conversation = list[dict[str, object]]
-"""OpenAI messages; every assistant message is an answer to learn."""
 _FORMAT: Final = 1
 """Raised whenever the same inputs would give other weights."""
 
@@ -42,7 +41,7 @@ class WarmUpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     skill: float = 0.85
     """Teach right answers until held-out ones have this probability (mean over conversations, the last answer, temperature 1)."""
-    start: float = 0.2
+    target: float = 0.2
     """Then teach mixed answers until it has fallen to this."""
     max_updates: int = 400
     """Of both parts together."""
@@ -121,7 +120,7 @@ def _warm_up(
         optimizer.step()
         if update % settings.check_every == 0:
             level = _level(policy, judged)
-            part += level >= settings.skill if part == 0 else level <= settings.start
+            part += level >= settings.skill if part == 0 else level <= settings.target
     log.info("policy warmed up", updates=update, finished=part == len(lessons), answer_probability=round(level, 4))
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

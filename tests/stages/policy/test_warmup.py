@@ -13,7 +13,9 @@ SPEC = PolicySpec(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=
 
 
 def warm(cache, **changes):
-    settings = WarmUpSettings(**{"skill": 0.2, "start": 1.0, "batch_size": 8, "lr": 0.01, "max_updates": 40, **changes})
+    settings = WarmUpSettings(
+        **{"skill": 0.2, "target": 1.0, "batch_size": 8, "lr": 0.01, "max_updates": 40, **changes}
+    )
     right = right_conversations(TASKS)
     return warm_policy_folder(cache, SPEC, settings, right, mixed_conversations(TASKS, right_share=0.3, seed=0), right)
 
