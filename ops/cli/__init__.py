@@ -1,48 +1,66 @@
-"""The command line. Each command is a thin module: it reads arguments, calls the room that does the work, prints."""
+"""The command line. Each command is a thin module: it reads arguments, calls the room that does the work, prints.
+
+Modules are imported when their command is called: `headrace tap` loads neither the Arena nor the trainer.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Final
 
 import cyclopts
 
-from ops.cli.arena import app as arena_app
-from ops.cli.bench import bench
-from ops.cli.run import run
-from ops.cli.status import status
-from ops.cli.version import version
-from ops.cli.worker import worker
+from ops import VERSION
 
-EPILOGUE = "Start here:  headrace run examples/quickstart.toml"
+EPILOGUE: Final = "Start here:  headrace run examples/quickstart.toml"
+_RUN: Final = cyclopts.Group("Run", sort_key=0)
+_LOOK: Final = cyclopts.Group("Look", sort_key=1)
+_LOG: Final = cyclopts.Group("The log", sort_key=2)
+_MORE: Final = cyclopts.Group("More", sort_key=3)
+
+COMMANDS: Final = (
+    ("run", "ops.cli.run:run", _RUN, "Train a policy through all stages on this machine; the same command resumes."),
+    ("worker", "ops.cli.worker:worker", _RUN, "Run one or several stages of a run in this process."),
+    ("arena", "ops.cli.arena:app", _RUN, "The local Arena."),
+    ("status", "ops.cli.status:status", _LOOK, "What each stage waits for, and since when."),
+    ("tap", "ops.cli.tap:tap", _LOOK, "Watch messages as they come."),
+    ("why", "ops.cli.why:why", _LOOK, "The whole life of a group, episode, session, step or row."),
+    ("dead", "ops.cli.dead:app", _LOOK, "Messages that a stage gave up: list, show, retry, drop."),
+    ("publish", "ops.cli.publish:app", _LOG, "Put prompts on a run's log."),
+    ("record", "ops.cli.record:record", _LOG, "Record a run into one self-describing file."),
+    ("replay", "ops.cli.replay:replay", _LOG, "Replay a recording, or compare a stage with it."),
+    ("inspect", "ops.cli.inspect:inspect", _LOG, "What a recording holds."),
+    ("export", "ops.cli.export:export", _LOG, "A run or a recording as Parquet tables."),
+    ("schema", "ops.cli.schema:schema", _LOG, "JSON Schema of every message."),
+    ("bench", "ops.cli.bench:bench", _MORE, "Measure one part beside a bare reference."),
+    ("version", "ops.cli.version:version", _MORE, "Versions of headrace and of what it stands on."),
+)
 
 
-def build_app() -> cyclopts.App:
-    """The whole command tree."""
+def build_app(called: str = "") -> cyclopts.App:
+    """The whole command tree.
+
+    Args:
+        called: the command on the command line: it shows its own docstring, the others their line here, unimported.
+    """
     app = cyclopts.App(
         name="headrace",
         help="Asynchronous reinforcement learning of language-model agents on a message broker.",
         help_epilogue=EPILOGUE,
-        version_flags=["--version"],
-        version=_version,
+        version=VERSION,
     )
-    app.command(run)
-    app.command(worker)
-    app.command(arena_app)
-    app.command(status)
-    app.command(bench)
-    app.command(version)
+    for name, path, group, text in COMMANDS:
+        if name == called:
+            app.command(path, name=name, group=group)
+        else:
+            app.command(path, name=name, group=group, help=text)
     app.register_install_completion_command()
     return app
 
 
-def _version() -> str:
-    from ops.running.run import VERSION  # noqa: PLC0415 - only when asked
-
-    return VERSION
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit code."""
-    result = build_app()(list(sys.argv[1:] if arguments is None else arguments), result_action="return_value")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    result = build_app(given[0] if given else "")(given, result_action="return_value")
     return result if isinstance(result, int) else 0

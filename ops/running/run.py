@@ -22,6 +22,7 @@ from broker.connect import connect
 from broker.embedded import EmbeddedServer, EmbeddedSettings
 from broker.settings import ConnectSettings
 from broker.topology import RunLimits
+from ops import VERSION
 from ops.accounts import RunAccount, account
 from ops.arena_access import LOCAL
 from ops.config import RunConfig, fold_digest, staleness_bound
@@ -41,7 +42,7 @@ from schemas.topics import RUN_STARTED
 
 log = structlog.get_logger("headrace.run")
 
-VERSION: Final = "0.1.0"
+
 _ONCE: Final = RestartPolicy(max_restarts=0)
 
 
