@@ -8,6 +8,7 @@ BrokerError
 ├── TooLargeError                  over max_payload: nothing was sent
 ├── ConflictError                  a last-value key was moved by somebody else
 ├── NoSuchStreamError
+├── NotAllowedError                the credentials lack a right
 ├── RequestFailedError             whoever served the request answered with an error
 ├── TopologyError                  what stands on the server differs from what is declared
 ├── PayloadMissingError
@@ -48,6 +49,10 @@ class ConflictError(BrokerError):
 
 class NoSuchStreamError(BrokerError):
     """The run's streams don't exist on this broker."""
+
+
+class NotAllowedError(BrokerError):
+    """These credentials may not do that; the text names the subject."""
 
 
 class RequestFailedError(BrokerError):

@@ -29,6 +29,8 @@ class ConnectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls_key_file: str = ""
     tls_hostname: str = ""
     """Name expected in the server's certificate, when it differs from the URL's."""
+    inbox_prefix: str = "_INBOX"
+    """Where answers come to. Credentials that may not overhear others' answers have a prefix of their own."""
     connect_deadline_s: float = 10.0
     """For the first connection; afterwards reconnecting never ends."""
     reconnect_wait_s: float = 0.25

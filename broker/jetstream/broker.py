@@ -11,7 +11,8 @@ from broker.jetstream import talk
 from broker.jetstream.admin import Admin, list_consumers
 from broker.jetstream.api import ApiError, Code, call
 from broker.jetstream.consume import consume
-from broker.jetstream.link import ConnectionState, Link, open_link
+from broker.jetstream.link import ConnectionState, Link
+from broker.jetstream.opening import open_link
 from broker.jetstream.payloads import JetStreamPayloads
 from broker.jetstream.publish import Publisher, get_last
 from broker.jetstream.read import read

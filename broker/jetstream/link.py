@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import secrets
-import ssl
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
-from typing import Final, TypedDict
+from collections.abc import Callable
+from typing import Final
 
 import anyio
 import msgspec
 import nats.errors
 import structlog
+from nats.aio.subscription import Subscription
 
-from broker.errors import NotConnectedError
+from broker.errors import NotAllowedError, NotConnectedError
 from broker.jetstream.headers import LINE
-from broker.jetstream.wire import WireClient, check_client
-from broker.settings import ConnectSettings, read_secret
+from broker.jetstream.wire import Handler, WireClient
+from broker.settings import ConnectSettings
 
 SWEEP_S: Final = 0.25
 """How exactly the deadlines of questions are kept."""
+_PERMISSION: Final = re.compile(
+    r'permissions violation for (?P<what>publish|subscription) to "(?P<subject>[^"]+)"', re.IGNORECASE
+)
 BUFFER_HIGH_BYTES: Final = 4 * 1024 * 1024
 """More than this unsent makes senders wait."""
 BUFFER_AWAY_BYTES: Final = 2 * 1024 * 1024
@@ -68,9 +70,10 @@ class Link:
         self.client = client
         self.settings = settings
         self.log: structlog.stdlib.BoundLogger = structlog.get_logger("broker").bind(connection=name)
-        self._inbox = f"_INBOX.{secrets.token_hex(11)}"
+        self._inbox = f"{settings.inbox_prefix}.{secrets.token_hex(11)}"
         self._tokens = itertools.count()
-        self._waiting: dict[bytes, tuple[asyncio.Future[Answer], float]] = {}
+        self._waiting: dict[bytes, _Question] = {}
+        self._refused: set[str] = set()
         self._connected = anyio.Event()
         self._since = time.time()
         self._last_error = ""
@@ -140,7 +143,7 @@ class Link:
         """
         token = b"%x" % next(self._tokens)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[token] = (future, time.monotonic() + timeout_s)
+        self._waiting[token] = _Question(future, time.monotonic() + timeout_s, subject)
         try:
             self._send(subject, f"{self._inbox}.{token.decode()}", data, headers)
             if self.client.pending_data_size > BUFFER_HIGH_BYTES:
@@ -171,9 +174,9 @@ class Link:
             self.client.send_parts_nowait((start, data, b"\r\n"), len(start) + len(data) + 2)
 
     def _answered(self, subject: bytes, _reply: bytes, data: bytes, headers: bytes | None) -> None:
-        entry = self._waiting.get(subject[len(self._inbox) + 1 :])
-        if entry is not None and not entry[0].done():
-            entry[0].set_result(Answer(data, headers))
+        question = self._waiting.get(subject[len(self._inbox) + 1 :])
+        if question is not None and not question.future.done():
+            question.future.set_result(Answer(data, headers))
 
     async def round_trip(self) -> None:
         """Wait until the server has seen all that was sent before.
@@ -188,15 +191,30 @@ class Link:
 
     async def start(self) -> None:
         """Listen for answers."""
-        await self.client.subscribe_direct(f"{self._inbox}.*", self._answered)
+        await self.subscribe(f"{self._inbox}.*", self._answered)
         self.sweep()
+
+    async def subscribe(self, subject: str, handler: Handler, *, queue: str = "") -> Subscription:
+        """Give what comes on `subject` to `handler`; returns when the server knows of it.
+
+        Raises:
+            NotAllowedError: these credentials may not hear it.
+            NotConnectedError: the connection is away.
+        """
+        subscription = await self.client.subscribe_direct(subject, handler, queue=queue)
+        await self.round_trip()
+        if subject.lower() in self._refused:
+            self._refused.discard(subject.lower())
+            self.client.forget(subscription)
+            raise NotAllowedError(f"these credentials may not subscribe to {subject!r}")
+        return subscription
 
     def sweep(self) -> None:
         """End questions whose time is over, now and again until `stop`."""
         now = time.monotonic()
-        for future, until_s in list(self._waiting.values()):
-            if until_s < now and not future.done():
-                future.set_exception(NoAnswerError())
+        for question in list(self._waiting.values()):
+            if question.until_s < now:
+                question.fail(NoAnswerError())
         for look in list(self._on_sweep.values()):
             look()
         self.client.revive()
@@ -210,9 +228,8 @@ class Link:
         self._lose_answers()
 
     def _lose_answers(self) -> None:
-        for future, _ in list(self._waiting.values()):
-            if not future.done():
-                future.set_exception(LinkLostError())
+        for question in list(self._waiting.values()):
+            question.fail(LinkLostError())
 
     async def disconnected(self) -> None:
         """nats-py's callback."""
@@ -241,12 +258,25 @@ class Link:
         text = str(error) or type(error).__name__
         changed = text != self._last_error
         self._last_error = text
-        if changed:
+        if changed and "consumer.delete" not in text:  # a reader may lack that right: its consumer ends by itself
             self.log.warning("connection error", error=text)
+        self._tell_what_is_refused(text)
         if "uthorization" in text and not self._connected.is_set():
             self.fatal = NotConnectedError(f"the broker refused these credentials: {text}")
             if self._reconnects == 0 and self.client.stats["in_msgs"] == 0:
                 raise self.fatal
+
+    def _tell_what_is_refused(self, text: str) -> None:
+        """The server says it without naming the question, and in small letters."""
+        match = _PERMISSION.search(text)
+        if match is None:
+            return
+        if match["what"] == "subscription":
+            self._refused.add(match["subject"])
+            return
+        for question in list(self._waiting.values()):
+            if question.subject.lower() == match["subject"]:
+                question.fail(NotAllowedError(f"these credentials may not publish to {question.subject!r}"))
 
 
 def _register(calls: dict[int, Callable[[], None]], key: int, call: Callable[[], None]) -> Callable[[], None]:
@@ -258,115 +288,17 @@ def _register(calls: dict[int, Callable[[], None]], key: int, call: Callable[[],
     return forget
 
 
-@asynccontextmanager
-async def open_link(urls: list[str], settings: ConnectSettings, *, role: str = "") -> AsyncGenerator[Link]:
-    """A connection to one of `urls`, for as long as the context is open.
+class _Question:
+    """A question that waits for its answer."""
 
-    Raises:
-        NotConnectedError: none of them within the deadline, or the credentials were refused.
-    """
-    check_client()
-    client = WireClient()
-    name = f"{settings.name} {role}".strip()
-    link = Link(client, settings, name)
-    await _connect(link, urls, settings, name)
-    try:
-        await link.start()
-        yield link
-    finally:
-        link.stop()
-        await _close(client, 2.0)
+    __slots__ = ("future", "subject", "until_s")
 
+    def __init__(self, future: asyncio.Future[Answer], until_s: float, subject: str) -> None:
+        self.future = future
+        self.until_s = until_s
+        self.subject = subject
 
-async def _connect(link: Link, urls: list[str], settings: ConnectSettings, name: str) -> None:
-    options = _auth_options(settings)
-    try:
-        with anyio.fail_after(settings.connect_deadline_s):
-            await link.client.connect(
-                servers=urls,
-                name=name,
-                error_cb=link.failed,
-                disconnected_cb=link.disconnected,
-                reconnected_cb=link.reconnected,
-                connect_timeout=2,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=settings.reconnect_wait_s,  # pyright: ignore[reportArgumentType] - a float sleeps as well
-                ping_interval=settings.ping_interval_s,  # pyright: ignore[reportArgumentType] - same
-                max_outstanding_pings=2,
-                pending_size=64 * 1024 * 1024,
-                **options,
-            )
-    except TimeoutError as error:
-        await _close(link.client, 1.0)
-        raise NotConnectedError(
-            f"expected a NATS server at {', '.join(map(_without_secret, urls))} within {settings.connect_deadline_s} s, "
-            f"found: {link.state().last_error or 'no answer'}"
-        ) from error
-    except ImportError as error:
-        await _close(link.client, 1.0)
-        raise NotConnectedError("credentials and nkeys need the package nkeys: pip install nkeys") from error
-    except (nats.errors.Error, OSError, ValueError) as error:
-        await _close(link.client, 1.0)
-        raise NotConnectedError(f"can't connect to {', '.join(map(_without_secret, urls))}: {error}") from error
-    except BaseException:
-        await _close(link.client, 1.0)
-        raise
-    await link.connected()
-
-
-async def _close(client: WireClient, deadline_s: float) -> None:
-    """Send what is queued and close. A connection that breaks meanwhile is closed, too."""
-    with anyio.CancelScope(shield=True), anyio.move_on_after(deadline_s), suppress(OSError, nats.errors.Error):
-        if client.is_connected:
-            await client.written()
-        await client.close()
-
-
-def _without_secret(url: str) -> str:
-    scheme, _, rest = url.rpartition("://")
-    return f"{scheme or 'nats'}://{rest.rpartition('@')[2]}"
-
-
-class _Auth(TypedDict, total=False):
-    user: str
-    password: str
-    token: str
-    user_credentials: str
-    nkeys_seed: str
-    tls: ssl.SSLContext
-    tls_hostname: str
-
-
-def _auth_options(settings: ConnectSettings) -> _Auth:
-    options = _Auth()
-    if settings.user:
-        options["user"] = settings.user
-        options["password"] = read_secret(settings.password_file) if settings.password_file else ""
-    if settings.token_file:
-        options["token"] = read_secret(settings.token_file)
-    if settings.creds_file:
-        options["user_credentials"] = _existing(settings.creds_file)
-    if settings.nkey_seed_file:
-        options["nkeys_seed"] = _existing(settings.nkey_seed_file)
-    if settings.tls_ca_file or settings.tls_cert_file:
-        options["tls"] = _tls_context(settings)
-    if settings.tls_hostname:
-        options["tls_hostname"] = settings.tls_hostname
-    return options
-
-
-def _tls_context(settings: ConnectSettings) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=settings.tls_ca_file or None)
-        if settings.tls_cert_file:
-            context.load_cert_chain(settings.tls_cert_file, settings.tls_key_file or None)
-    except (OSError, ssl.SSLError) as error:
-        files = ", ".join(filter(None, (settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)))
-        raise NotConnectedError(f"TLS: can't use {files}: {error}") from error
-    return context
-
-
-def _existing(path: str) -> str:
-    if not Path(path).is_file():
-        raise NotConnectedError(f"expected a credentials file at {path}, found none")
-    return path
+    def fail(self, error: Exception) -> None:
+        """End it without an answer."""
+        if not self.future.done():
+            self.future.set_exception(error)

@@ -86,7 +86,7 @@ class Pull:
 
     async def open(self) -> None:
         """Start to pull."""
-        self._subscription = await self._link.client.subscribe_direct(f"{self._inbox}.*", self._on_message)
+        self._subscription = await self._link.subscribe(f"{self._inbox}.*", self._on_message)
         self._forget = [
             self._link.on_reconnect(self._renewed),
             self._link.on_sweep(self._look),

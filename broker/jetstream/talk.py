@@ -50,10 +50,8 @@ async def listen(link: Link, pattern: str) -> AsyncGenerator[AsyncIterator[tuple
             await arrived.wait()
         return heard.popleft()
 
-    subscription = await link.client.subscribe_direct(pattern, hear)
+    subscription = await link.subscribe(pattern, hear)
     try:
-        # Without this round trip an announcement made elsewhere right now could come before the subscription.
-        await link.round_trip()
         yield Iterating(take)
     finally:
         link.client.forget(subscription)
@@ -102,9 +100,8 @@ async def serve(link: Link, subject: str, handler: Callable[[bytes], Awaitable[b
                 result, head = str(error).encode(), FAILED + b": error\r\n"
             link.tell(reply.decode(), result, headers=head)
 
-    subscription = await link.client.subscribe_direct(subject, arrived, queue=QUEUE)
+    subscription = await link.subscribe(subject, arrived, queue=QUEUE)
     try:
-        await link.round_trip()
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             for _ in range(link.settings.serve_concurrency):

@@ -27,14 +27,14 @@ def opened(server, run):
 
 
 async def test_messages_that_wait_for_a_free_handler_are_not_delivered_to_others(opened):
-    settings = ConsumerSettings(ack_wait_s=0.6)
+    settings = ConsumerSettings(ack_wait_s=0.4)
     async with opened() as broker:
         await fill(broker, "a.b", 20)
         filters = [f"hr.{broker.run}.>"]
         async with broker.consume("d", filters, settings) as slow:
             first = (await take(slow, 1))[0]
             async with opened() as other, other.consume("d", filters, settings) as idle:
-                with anyio.move_on_after(2):
+                with anyio.move_on_after(1):
                     while True:
                         await first.still_working()
                         with anyio.move_on_after(0.1):

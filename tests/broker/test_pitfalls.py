@@ -146,11 +146,11 @@ async def test_pitfall_5_an_ack_lost_in_a_crash_leads_to_a_redelivery_without_a_
 
 async def test_pitfall_6_after_an_empty_wait_the_next_message_comes_at_once_in_20_rounds(server, run):
     """nats-io/nats.py#933: a pull left over from an earlier wait swallowed the next message."""
-    settings = msgspec.structs.replace(server.connect_settings(), pull_expires_s=0.2, idle_heartbeat_s=0.1)
+    settings = msgspec.structs.replace(server.connect_settings(), pull_expires_s=0.1, idle_heartbeat_s=0.05)
     async with connect(server.url, run, settings, create=True, limits=SMALL) as broker:
         async with broker.consume("d", [f"hr.{run}.>"], ConsumerSettings(prefetch=5)) as deliveries:
             for round_ in range(20):
-                with anyio.move_on_after(0.11 + 0.01 * round_):  # ends before, at and after the pull's own end
+                with anyio.move_on_after(0.05 + 0.005 * round_):  # ends before, at and after the pull's own end
                     await anext(deliveries)
                 await broker.publish(f"hr.{run}.a.b.{round_}", b"x")
                 with anyio.fail_after(1):
