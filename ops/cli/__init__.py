@@ -49,6 +49,7 @@ def build_app(called: str = "") -> cyclopts.App:
         help="Asynchronous reinforcement learning of language-model agents on a message broker.",
         help_epilogue=EPILOGUE,
         version=VERSION,
+        help_format="plaintext",
     )
     for name, path, group, text in COMMANDS:
         if name == called:
