@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ops.bench.result import BenchResult
 
-BenchName = Literal["stage", "assembly", "record", "gateway"]
+BenchName = Literal["stage", "assembly", "record", "gateway", "launch"]
 
 
 class _Bench(Protocol):

@@ -39,18 +39,18 @@ class AuditRecord(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def audit_record(ended: EpisodeEnded, stream: StreamConfig, training_reward: float | None) -> AuditRecord:
+def audit_record(ended: EpisodeEnded, stream: StreamConfig | None, training_reward: float | None) -> AuditRecord:
     """The record of an ended episode.
 
     Args:
         ended: As it stands on the log.
-        stream: Its stream's config.
+        stream: Its stream's config, where it is known.
         training_reward: What the reward mapping made of its score; None when it was rejected.
     """
-    ref = stream.expected_reward_ref
+    ref = None if stream is None else stream.expected_reward_ref
     return AuditRecord(
         stream=ended.stream,
-        stream_id=stream.stream_id,
+        stream_id="" if stream is None else stream.stream_id,
         group=ended.group,
         slot=ended.slot,
         attempt=ended.attempt,
