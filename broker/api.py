@@ -136,6 +136,23 @@ class PayloadStore(Protocol):
         ...
 
 
+class StoredPayload(msgspec.Struct, frozen=True, kw_only=True):
+    """A payload as its store lists it."""
+
+    id: str
+    size_bytes: int
+    unix_time_s: float
+    """When it was stored first: storing the same bytes again may not renew it."""
+
+
+class CollectablePayloads(PayloadStore, Protocol):
+    """A payload store that can tell what it holds: for whoever collects what no message names any more."""
+
+    def stored(self, *, before_unix_s: float) -> AsyncIterator[StoredPayload]:
+        """The payloads that were stored before a time, in no certain order."""
+        ...
+
+
 class Broker(Protocol):
     """One run's log on one connection."""
 

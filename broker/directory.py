@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
 import anyio
 import anyio.to_thread
 
+from broker.api import StoredPayload
 from broker.errors import PayloadMissingError, StoreFullError
 from broker.naming import inline_payload
 from schemas.ids import is_safe_token
@@ -54,6 +56,30 @@ class DirectoryPayloads:
     async def delete(self, payload_id: str) -> None:
         path = self._path(payload_id)
         await anyio.to_thread.run_sync(lambda: path.unlink(missing_ok=True), limiter=self._limiter)
+
+    async def stored(self, *, before_unix_s: float) -> AsyncIterator[StoredPayload]:
+        for folder in range(256):
+            found = await anyio.to_thread.run_sync(self._list, f"{folder:02x}", before_unix_s, limiter=self._limiter)
+            for payload in found:
+                yield payload
+
+    def _list(self, folder: str, before_unix_s: float) -> list[StoredPayload]:
+        found: list[StoredPayload] = []
+        try:
+            entries = list(os.scandir(self._root / folder))
+        except FileNotFoundError:
+            return found
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue  # being written
+            try:
+                stat = entry.stat()
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+            if stat.st_mtime < before_unix_s:
+                payload_id = folder + entry.name
+                found.append(StoredPayload(id=payload_id, size_bytes=stat.st_size, unix_time_s=stat.st_mtime))
+        return found
 
     def _path(self, payload_id: str) -> Path:
         if not is_safe_token(payload_id) or len(payload_id) < 3:

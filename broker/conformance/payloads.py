@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 import anyio
 import msgspec
 
-from broker.api import PayloadStore
-from broker.conformance.asserting import BrokerFactory, Check, equal, raises
+from broker.api import CollectablePayloads, PayloadStore
+from broker.conformance.asserting import BrokerFactory, Check, claim, equal, raises
 from broker.errors import PayloadMissingError
 from schemas.errors import DigestError
 from schemas.payload import RUN_STORE, content_id, inline_ref
 
-StoreCheck = Callable[[PayloadStore], Awaitable[None]]
+StoreCheck = Callable[[CollectablePayloads], Awaitable[None]]
 
 
 async def check_bytes_come_back(store: PayloadStore) -> None:
@@ -59,19 +60,42 @@ async def check_inline_payloads_need_no_store(store: PayloadStore) -> None:
     await raises(DigestError, store.get(damaged), "damaged bytes")
 
 
+async def check_what_is_stored_is_listed_by_age(store: CollectablePayloads) -> None:
+    began_s = time.time()
+    refs = [await store.put(f"listed {number}".encode()) for number in range(3)]
+    refs.append(await store.put(bytes(2 * 1024 * 1024 + 1)))
+    later_s = time.time() + 60
+    found = {payload.id: payload async for payload in store.stored(before_unix_s=later_s)}
+    for ref in refs:
+        claim(ref.id in found, f"{ref.id} is listed")
+        equal(found[ref.id].size_bytes, ref.size_bytes, "size")
+        claim(began_s - 60 < found[ref.id].unix_time_s < later_s, "the time it was stored")
+    await store.delete(refs[0].id)
+    ids = [payload.id async for payload in store.stored(before_unix_s=later_s)]
+    claim(refs[0].id not in ids and refs[1].id in ids, "what is deleted is listed no more")
+    equal([payload.id async for payload in store.stored(before_unix_s=began_s - 3600)], [], "what is old")
+
+
 STORE_CHECKS: Final[tuple[StoreCheck, ...]] = (
     check_bytes_come_back,
     check_the_same_bytes_are_stored_once,
     check_a_missing_payload_is_named,
     check_bytes_other_than_promised_are_refused,
     check_inline_payloads_need_no_store,
+    check_what_is_stored_is_listed_by_age,
 )
+
+
+def collectable(store: PayloadStore) -> CollectablePayloads:
+    """The store, if it can list what it holds, as every store of a broker must."""
+    claim(hasattr(store, "stored"), f"{store.name}: expected a store that lists what it holds")
+    return store  # pyright: ignore[reportReturnType] - just checked
 
 
 async def check_the_broker_s_store_does_all_that(make: BrokerFactory) -> None:
     async with make() as broker:
         for check in STORE_CHECKS:
-            await check(broker.payloads)
+            await check(collectable(broker.payloads))
 
 
 async def check_payloads_are_seen_by_other_connections(make: BrokerFactory) -> None:

@@ -7,14 +7,17 @@ into place. It must not know what a payload means.
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
 from typing import Final
 
+from broker.api import StoredPayload
 from broker.errors import PayloadMissingError
 from broker.jetstream.api import call
 from broker.jetstream.headers import header
 from broker.jetstream.link import Answer, Link
 from broker.jetstream.parallel import for_each
 from broker.jetstream.publish import Gate, get_last_answer, send
+from broker.jetstream.read import read
 from broker.naming import RunNames, inline_payload
 from broker.shapes import Purged, StreamInfo
 from schemas.payload import RUN_STORE, PayloadRef, check_payload, content_id
@@ -23,6 +26,7 @@ HEADROOM_BYTES: Final = 4096
 """Of max_payload, kept for subject and headers."""
 PARALLEL_CHUNKS: Final = 8
 _CHUNKS: Final = b"Chunks"
+_SIZE: Final = b"Size"
 
 
 class JetStreamPayloads:
@@ -42,19 +46,20 @@ class JetStreamPayloads:
         ref = PayloadRef(store=RUN_STORE, id=content_id(view), size_bytes=len(view))
         size = min(self._link.settings.payload_chunk_bytes, self._link.client.max_payload - HEADROOM_BYTES)
         chunks = [view[start : start + size] for start in range(0, len(view), size)] or [view]
-        if not await self._put_chunk(ref.id, 0, chunks[0], len(chunks)) and await self._is_whole(ref.id, len(chunks)):
+        first = await self._put_chunk(ref.id, 0, chunks[0], len(chunks), len(view))
+        if not first and await self._is_whole(ref.id, len(chunks)):
             return ref
         if len(chunks) > 1:
 
             async def put(index: int) -> None:
-                await self._put_chunk(ref.id, index, chunks[index], len(chunks))
+                await self._put_chunk(ref.id, index, chunks[index], len(chunks), len(view))
 
             await for_each(range(1, len(chunks)), put, at_once=PARALLEL_CHUNKS)
         return ref
 
-    async def _put_chunk(self, payload_id: str, index: int, chunk: memoryview, num_chunks: int) -> bool:
+    async def _put_chunk(self, payload_id: str, index: int, chunk: memoryview, num_chunks: int, size: int) -> bool:
         """Store one chunk; False if it stood there."""
-        head = b"Nats-Expected-Last-Subject-Sequence: 0\r\n%b: %d\r\n" % (_CHUNKS, num_chunks)
+        head = b"Nats-Expected-Last-Subject-Sequence: 0\r\n%b: %d\r\n%b: %d\r\n" % (_CHUNKS, num_chunks, _SIZE, size)
         until_s = time.monotonic() + self._link.settings.publish_deadline_s
         await self._gate.enter(len(chunk))
         try:
@@ -111,6 +116,18 @@ class JetStreamPayloads:
     async def delete(self, payload_id: str) -> None:
         pattern = f"{self._names.payload_prefix}{payload_id}.>"
         await call(self._link, f"STREAM.PURGE.{self._names.payload_stream}", {"filter": pattern}, Purged)
+
+    async def stored(self, *, before_unix_s: float) -> AsyncIterator[StoredPayload]:
+        """In the order in which they were stored."""
+        names = self._names
+        filters = (f"{names.payload_prefix}*.0",)
+        async with read(self._link, names.payload_stream, filters, 0, follow=False, headers_only=True) as chunks:
+            async for chunk in chunks:
+                if chunk.unix_time_s >= before_unix_s:
+                    return
+                payload_id = chunk.subject.split(".")[2]
+                size = int(chunk.headers.get(_SIZE.decode(), 0))
+                yield StoredPayload(id=payload_id, size_bytes=size, unix_time_s=chunk.unix_time_s)
 
     def _subject(self, payload_id: str, index: int) -> str:
         return f"{self._names.payload_prefix}{payload_id}.{index}"

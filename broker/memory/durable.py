@@ -19,13 +19,16 @@ NOBODY: Final = 0
 class Outstanding:
     """A message that was handed out and is not acknowledged."""
 
-    __slots__ = ("due_s", "num_delivered", "record", "worker")
+    __slots__ = ("again", "num_delivered", "postponed", "record", "worker")
 
-    def __init__(self, record: Record, worker: int, due_s: float, num_delivered: int) -> None:
+    def __init__(self, record: Record) -> None:
         self.record = record
-        self.worker = worker
-        self.due_s = due_s
-        self.num_delivered = num_delivered
+        self.worker = NOBODY
+        self.num_delivered = 0
+        self.postponed = 0
+        """How often it was given a new time: only the latest counts."""
+        self.again = False
+        """Whether it waits to be handed out again."""
 
 
 class Durable:
@@ -39,7 +42,7 @@ class Durable:
         self.waiting = 0
         self._position = 0
         self._delivered = 0
-        self._due: list[tuple[float, int]] = []
+        self._due: list[tuple[float, int, int]] = []
         self._again: list[int] = []
         self._held: Counter[int] = Counter()
 
@@ -58,18 +61,28 @@ class Durable:
     def _expire(self, now_s: float) -> None:
         """What is due belongs to nobody any more and goes out again, the oldest first."""
         while self._due and self._due[0][0] <= now_s:
-            due_s, sequence = heapq.heappop(self._due)
-            item = self.out.get(sequence)
-            if item is not None and item.due_s == due_s:
+            item = self._latest(*heapq.heappop(self._due)[1:])
+            if item is not None and not item.again:
                 self._give(item, NOBODY)
-                heapq.heappush(self._again, sequence)
-        while self._again and self._again[0] not in self.out:
+                item.again = True
+                heapq.heappush(self._again, item.record.sequence)
+        while self._again and not self._waits(self._again[0]):
             heapq.heappop(self._again)
+
+    def _waits(self, sequence: int) -> bool:
+        item = self.out.get(sequence)
+        return item is not None and item.again
+
+    def _latest(self, sequence: int, postponed: int) -> Outstanding | None:
+        """The message, if this is still the time it is due."""
+        item = self.out.get(sequence)
+        return item if item is not None and item.postponed == postponed else None
 
     def _give(self, item: Outstanding, worker: int) -> None:
         self._held[item.worker] -= 1
         self._held[worker] += 1
         item.worker = worker
+        item.again = False
 
     def _take_next(self, log: Callable[[int], Record | None], last: int) -> Outstanding | None:
         if len(self.out) >= self.settings.max_ack_pending:
@@ -79,7 +92,7 @@ class Durable:
             record = log(self._position)
             if record is not None and any_matches(self.filters, record.subject):
                 self._delivered = self._position
-                item = Outstanding(record, NOBODY, 0.0, 0)
+                item = Outstanding(record)
                 self.out[self._position] = item
                 return item
         return None
@@ -87,8 +100,8 @@ class Durable:
     def postpone(self, item: Outstanding, due_s: float) -> None:
         """Deliver `item` again at `due_s` unless it is acknowledged before."""
         if self.out.get(item.record.sequence) is item:
-            item.due_s = due_s
-            heapq.heappush(self._due, (due_s, item.record.sequence))
+            item.postponed += 1
+            heapq.heappush(self._due, (due_s, item.record.sequence, item.postponed))
 
     def ack(self, item: Outstanding) -> None:
         """Done; also when it was meanwhile handed to somebody else."""
@@ -104,9 +117,8 @@ class Durable:
     def next_due_s(self) -> float | None:
         """When the next message is due again."""
         while self._due:
-            due_s, sequence = self._due[0]
-            item = self.out.get(sequence)
-            if item is not None and item.due_s == due_s:
+            due_s, sequence, postponed = self._due[0]
+            if self._latest(sequence, postponed) is not None:
                 return due_s
             heapq.heappop(self._due)
         return None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import AsyncIterator
+
 import anyio.lowlevel
 
+from broker.api import StoredPayload
 from broker.errors import PayloadMissingError
 from broker.naming import inline_payload
 from schemas.payload import RUN_STORE, PayloadRef, check_payload, content_id
@@ -14,6 +18,7 @@ class MemoryPayloads:
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
+        self._stored_s: dict[str, float] = {}
 
     @property
     def name(self) -> str:
@@ -27,6 +32,7 @@ class MemoryPayloads:
         await anyio.lowlevel.checkpoint()
         payload_id = content_id(data)
         self.blobs.setdefault(payload_id, bytes(data))
+        self._stored_s.setdefault(payload_id, time.time())
         return PayloadRef(store=RUN_STORE, id=payload_id, size_bytes=len(data))
 
     async def get(self, ref: PayloadRef) -> memoryview:
@@ -43,3 +49,11 @@ class MemoryPayloads:
     async def delete(self, payload_id: str) -> None:
         await anyio.lowlevel.checkpoint()
         self.blobs.pop(payload_id, None)
+        self._stored_s.pop(payload_id, None)
+
+    async def stored(self, *, before_unix_s: float) -> AsyncIterator[StoredPayload]:
+        for payload_id, stored_s in list(self._stored_s.items()):
+            await anyio.lowlevel.checkpoint()
+            if stored_s < before_unix_s and payload_id in self.blobs:
+                size = len(self.blobs[payload_id])
+                yield StoredPayload(id=payload_id, size_bytes=size, unix_time_s=stored_s)
