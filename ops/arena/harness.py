@@ -160,8 +160,12 @@ def _error_type(detail: _ErrorDetail) -> str:
 
 
 async def _run_command(job: Job, progress: _Progress) -> None:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="arena-episode-", ignore_cleanup_errors=True)
+    except OSError as error:  # a full disk is the machine's fault: no episode of it may look like the model's
+        raise SetupError(f"no working folder: {error.strerror}") from error
     endpoint = openai_endpoint(job.envs)
-    with tempfile.TemporaryDirectory(prefix="arena-episode-", ignore_cleanup_errors=True) as workdir:
+    with folder as workdir:
         fill = {
             "{prompt}": job.texts.turns[0],
             "{model}": endpoint.model,

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -12,8 +13,10 @@ import pytest
 
 from ops.arena.config import ArenaServerConfig, HarnessKind, HarnessSpec, StreamSpec
 from ops.arena.episodes import EpisodeRunner
-from ops.arena.jobs import End, Outcome
+from ops.arena.harness import play
+from ops.arena.jobs import End, Job, Outcome, TaskTexts
 from ops.arena.state import ArenaState, LaunchRequest
+from stages.clients.arena import EpisodeFacts, classify
 
 COMMAND = """
 kind = "command"
@@ -65,6 +68,19 @@ async def test_a_command_that_is_not_installed_is_a_failed_setup(start_arena) ->
     result = await arena.played()
     assert result["status"] == "SETUP_FAILED"
     assert "installed" in result["raw"]["error"]
+
+
+async def test_a_full_disk_at_the_start_is_a_failed_setup_and_never_a_reward_of_zero(monkeypatch) -> None:
+    def full(**_options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    harness = HarnessSpec(key="h", kind=HarnessKind.COMMAND, command=("true",))
+    envs = {"MODEL_NAME": "m", "BASE_URL": "http://x", "API_KEY": "k"}
+    job = Job(job_id="j", harness=harness, texts=TaskTexts(turns=("q",), answer="a"), max_turns=1, envs=envs)
+    outcome = await play(job, None)
+    assert (outcome.end, outcome.message) == (End.SETUP_FAILED, "no working folder: No space left on device")
+    assert not classify(EpisodeFacts(status="SETUP_FAILED", num_interactions=0)).kept
 
 
 async def test_an_agent_killed_by_the_clock_behind_a_shell_pipe_is_a_timeout_never_done(start_arena, tmp_path) -> None:
