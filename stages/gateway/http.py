@@ -51,6 +51,7 @@ _COUNT: Final = "/messages/count_tokens"
 _PROBES: Final = frozenset({"/", "/health", "/healthz", "/api/hello"})
 _FORWARDED: Final = "x-headrace-forwarded"
 _HOP_HEADERS: Final = frozenset({"host", "connection", "content-length", "transfer-encoding", "accept-encoding"})
+_HIGH_WATER_BYTES: Final = 64 * 1024
 _SSE_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -184,6 +185,7 @@ class GatewayApp:
             answers = await _while_connected(
                 receive,
                 lambda: self._gateway.answer(session, exchange.call, stream.emit),
+                beside=stream.write,
                 idle=stream.keep_alive,
                 idle_s=self._settings.limits.keepalive_s,
             )
@@ -244,45 +246,75 @@ def _internal(error: Exception) -> InternalError:
 
 
 class _Stream:
-    """The body of one streaming answer. Its headers go out with the first event, so that a refusal keeps its status."""
+    """The body of one streaming answer.
+
+    Its headers go out with the first event, so that a refusal keeps its status. Events are written by a task of its own: those that are
+    ready at the same moment share a write, and a client that reads slowly holds sampling up beyond `_HIGH_WATER_BYTES`.
+    """
 
     def __init__(self, exchange: Exchange, send: Send, keepalive_s: float) -> None:
         self._exchange = exchange
         self._send = send
         self._keepalive_s = keepalive_s
         self._last_s = time.monotonic()
+        self._pending: list[bytes] = []
+        self._num_bytes = 0
+        self._wake = anyio.Event()
+        self._sending = anyio.Lock()
         self.started = False
 
     async def emit(self, choice: int, events: Sequence[Event]) -> None:
         data = self._exchange.events(choice, events)
-        if data:
-            await self._write(data, more=True)
+        if not data:
+            return
+        self._pending.append(data)
+        self._num_bytes += len(data)
+        self._wake.set()
+        if self._num_bytes > _HIGH_WATER_BYTES:
+            await self._flush()
+
+    async def write(self) -> None:
+        """Write what comes, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake = anyio.Event()
+            await self._flush()
 
     async def keep_alive(self) -> None:
         """Send a ping if nothing was sent for a while."""
         if time.monotonic() - self._last_s >= self._keepalive_s * 0.9:
-            await self._write(self._exchange.ping(), more=True)
+            self._pending.append(self._exchange.ping())
+            await self._flush()
 
     async def end(self, data: bytes) -> None:
-        await self._write(data, more=False)
+        """The last events."""
+        self._pending.append(data)
+        await self._flush(more=False)
 
-    async def _write(self, data: bytes, *, more: bool) -> None:
-        self._last_s = time.monotonic()
-        if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-            data = self._exchange.start() + data
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+    async def _flush(self, *, more: bool = True) -> None:
+        async with self._sending:
+            if not self._pending:
+                return
+            if not self.started:
+                self.started = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+                self._pending.insert(0, self._exchange.start())
+            data = b"".join(self._pending)
+            self._pending.clear()
+            self._num_bytes = 0
+            self._last_s = time.monotonic()
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 async def _while_connected(
     receive: Receive,
     work: Callable[[], Awaitable[T]],
     *,
+    beside: Callable[[], Awaitable[None]] | None = None,
     idle: Callable[[], Awaitable[None]] | None = None,
     idle_s: float = 3600.0,
 ) -> T:
-    """Do `work`; give it up when the client goes away. `idle` is called every `idle_s`.
+    """Do `work`; give it up when the client goes away. `beside` runs meanwhile, `idle` is called every `idle_s`.
 
     Raises:
         ClientGoneError: the client went away.
@@ -302,6 +334,8 @@ async def _while_connected(
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(attend)
+        if beside is not None:
+            tasks.start_soon(beside)
         try:
             results.append(await work())
         except Exception as error:  # noqa: BLE001 - carried out of the task group as it is, raised below

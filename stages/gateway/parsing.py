@@ -20,6 +20,7 @@ _THINK: Final = "<think>"
 _THINK_END: Final = "</think>"
 _CALL: Final = "<tool_call>"
 _CALL_END: Final = "</tool_call>"
+_LONGEST_TAG: Final = len(_CALL_END)
 
 ParsedCall = tuple[str, str]
 """Name and arguments (JSON text of an object)."""
@@ -111,7 +112,9 @@ class TaggedParser:
 
     def _in_text(self, events: list[Event]) -> bool:
         self._held = self._unskipped(self._held)
-        found = min(((at, tag) for tag in self._openers if (at := self._held.find(tag)) >= 0), default=None)
+        found: tuple[int, str] | None = None
+        if "<" in self._held:
+            found = min(((at, tag) for tag in self._openers if (at := self._held.find(tag)) >= 0), default=None)
         if found is None:
             keep = len(self._held) - _undecided(self._held, self._openers) if self._openers else len(self._held)
             events += _pieces(Text, self._held[:keep])
@@ -181,6 +184,8 @@ def _pieces(kind: type[Reasoning | Text], text: str) -> list[Event]:
 
 def _undecided(text: str, tags: tuple[str, ...], blanks: str = " \t\r\n") -> int:
     """Characters at the end of `text` that may be the beginning of a tag, with the blanks before them."""
+    if text and text[-1] not in blanks and "<" not in text[-_LONGEST_TAG:]:
+        return 0  # the usual case, and this runs for each piece of a stream
     start = len(text)
     for tag in tags:
         for length in range(min(len(tag) - 1, len(text)), 0, -1):

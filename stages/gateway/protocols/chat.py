@@ -302,6 +302,8 @@ class ChatExchange:
 
     def events(self, choice: int, events: Sequence[Event]) -> bytes:
         """One chunk per event."""
+        if len(events) == 1:
+            return self._chunk(choice, _delta(events[0]))
         return b"".join(self._chunk(choice, _delta(event)) for event in events)
 
     def finish(self, answers: Sequence[Answer]) -> bytes:

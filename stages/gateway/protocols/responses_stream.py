@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from stages.gateway.conversation import (
     Answer,
-    Call,
     CallArguments,
     CallStarted,
     Event,

@@ -85,7 +85,7 @@ def test_no_text_is_lost_when_a_stream_switches_blocks__litellm_30765():
                 assert opened is None
                 opened = event["index"]
                 block = event["content_block"]
-                assert not (block.get("text") or block.get("thinking") or block.get("input"))
+                assert [block.get(key) for key in ("text", "thinking", "input") if block.get(key)] == []
                 blocks.append([event["index"], block["type"], ""])
             case "content_block_delta":
                 assert event["index"] == opened

@@ -1,5 +1,7 @@
 """Sampled text to events: whatever the chunking, the whole is the same, and nothing is lost."""
 
+import itertools
+
 import pytest
 from gateway_fakes import TOKENIZER
 from hypothesis import given
@@ -45,7 +47,7 @@ def joined(events):
 def parsed(text, form=ToolFormat.HERMES, cuts=(), **options):
     one = parser(form, **options)
     edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    events = [event for a, b in zip(edges, edges[1:], strict=False) for event in one.feed(text[a:b])]
+    events = [event for a, b in itertools.pairwise(edges) for event in one.feed(text[a:b])]
     return joined([*events, *one.finish()])
 
 

@@ -4,6 +4,7 @@ trained. Install them with tests/resources/install_clients.sh.
 
 import json
 import os
+from itertools import chain
 from pathlib import Path
 
 import anyio
@@ -59,7 +60,7 @@ async def assert_trained_as_sampled(home, session: str, answers: list[str], num_
     rows = build_rows(records, tokens)
     assert len(rows) == num_chains
     trained = [row.token_ids[row.loss_mask].tolist() for row in rows]
-    assert sum(trained, []) == sum(sampled, [])
+    assert list(chain.from_iterable(trained)) == list(chain.from_iterable(sampled))
     for record, request in zip(records, home.engine.requests, strict=True):
         whole = await home.chain(session, record.ordinal)
         assert whole[: request.prompt_ids.size] == request.prompt_ids.tolist()
@@ -86,7 +87,16 @@ async def test_claude_code_finishes_an_edit(tmp_path):
             "DISABLE_AUTOUPDATER": "1",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         }
-        command = [binary, "-p", "Fix calc.py add", "--model", "policy", "--output-format", "json", "--dangerously-skip-permissions"]
+        command = [
+            binary,
+            "-p",
+            "Fix calc.py add",
+            "--model",
+            "policy",
+            "--output-format",
+            "json",
+            "--dangerously-skip-permissions",
+        ]
         out = await run(command, work, env)
     assert "Fixed: add now adds." in out
     assert "a + b" in (work / "calc.py").read_text()
@@ -127,7 +137,14 @@ async def test_codex_finishes_an_edit(tmp_path):
     ticket = await home.gateway.open_session("cx")
     async with served(home) as url:
         codex_config(tmp_path / "home" / ".codex", url)
-        command = [binary, "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "Fix calc.py add"]
+        command = [
+            binary,
+            "exec",
+            "--json",
+            "--skip-git-repo-check",
+            "--dangerously-bypass-approvals-and-sandbox",
+            "Fix calc.py add",
+        ]
         (tmp_path / "home").mkdir(exist_ok=True)
         out = await run(command, work, {"GW_KEY": ticket.token})
     assert "Fixed: add now adds." in out
@@ -140,7 +157,9 @@ async def test_mini_swe_agent_finishes_an_edit(tmp_path):
     work = workspace(tmp_path)
     answers = [
         "THOUGHT: read it." + call("bash", command="cat calc.py"),
-        "THOUGHT: fix it." + call("bash", command="sed -i 's/a - b/a + b/' calc.py") + call("bash", command="cat calc.py"),
+        "THOUGHT: fix it."
+        + call("bash", command="sed -i 's/a - b/a + b/' calc.py")
+        + call("bash", command="cat calc.py"),
         "Done." + call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
     ]
     home = house(FakeEngine(answers))
@@ -153,7 +172,11 @@ async def test_mini_swe_agent_finishes_an_edit(tmp_path):
             "OPENAI_API_BASE": f"{url}/v1",
             "OPENAI_API_KEY": ticket.token,
         }
-        await run([binary, "-y", "--exit-immediately", "-m", "openai/policy", "-t", "Fix calc.py add", "-o", "out.json"], work, env)
+        await run(
+            [binary, "-y", "--exit-immediately", "-m", "openai/policy", "-t", "Fix calc.py add", "-o", "out.json"],
+            work,
+            env,
+        )
     assert "a + b" in (work / "calc.py").read_text()
     await assert_trained_as_sampled(home, "mini", answers)
 
@@ -174,8 +197,8 @@ async def test_litellm_as_a_client_streams_and_goes_on(tmp_path):
     home = house(FakeEngine(["Hello.", "Bye."]))
     ticket = await home.gateway.open_session("ll")
     async with served(home) as url:
-        out = await run([python, "-c", LITELLM_CLIENT, url, ticket.token], work, {"LITELLM_LOCAL_MODEL_COST_MAP": "True"})
+        out = await run(
+            [python, "-c", LITELLM_CLIENT, url, ticket.token], work, {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        )
     assert "Hello. Bye." in out
     await assert_trained_as_sampled(home, "ll", ["Hello.", "Bye."])
-
-

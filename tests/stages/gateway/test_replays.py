@@ -86,11 +86,9 @@ async def test_a_clients_turns_extend_each_other(client):
             assert response.status_code == 200, response.text
             ours = _ours(step["path"], response.json())
             assert len(ours[2]) == len(answer[2])
-            for theirs, mine in zip(
-                [*answer[:2], *(one[0] for one in answer[2])], [*ours[:2], *(one[0] for one in ours[2])], strict=True
-            ):
-                if theirs:
-                    pairs[theirs] = mine
+            theirs = [*answer[:2], *(one[0] for one in answer[2])]
+            mine = [*ours[:2], *(one[0] for one in ours[2])]
+            pairs |= {one: other for one, other in zip(theirs, mine, strict=True) if one}
     records = home.recorder.interactions("s")
     assert [one.parent for one in records] == [None, *range(len(steps) - 1)]
     whole = await home.chain("s", len(steps) - 1)

@@ -162,7 +162,7 @@ async def test_a_context_overflow_is_typed_in_each_protocol(stream):
                 await client.responses.create(model="p", input="word " * 50, stream=stream)
         async with anthropic.AsyncAnthropic(base_url=url, api_key=ticket.token) as client:
             with pytest.raises(
-                anthropic.BadRequestError, match="prompt is too long: [0-9]+ tokens > 63 maximum"
+                anthropic.BadRequestError, match=r"prompt is too long: [0-9]+ tokens > 63 maximum"
             ) as message:
                 await client.messages.create(model="p", messages=long, max_tokens=9, stream=stream)
     assert chat.value.code == response.value.code == "context_length_exceeded"

@@ -133,7 +133,7 @@ async def test_strict_ends_no_answer_before_it_is_stored():
         if not sent_request:
             sent_request.append(1)
             return {"type": "http.request", "body": msgspec.json.encode(HELLO | {"stream": True}), "more_body": False}
-        await anyio.sleep_forever()
+        return await anyio.sleep_forever()
 
     async def send(message):
         sent.append(message.get("body", b""))
@@ -320,8 +320,15 @@ async def test_an_engine_that_stays_away_is_a_503_and_a_system_error():
 
 
 async def test_a_failure_inside_a_stream_is_told_in_the_stream():
-    cut = [chunk_of(TOKENIZER.encode("half"))]
-    home = house(FakeEngine([cut]), limits=GatewayLimits(resume_delay_s=0, max_resumes=0))
+    class Dying(FakeEngine):
+        """Gives half an answer, is silent for a while, dies."""
+
+        async def generate(self, request):
+            yield chunk_of(TOKENIZER.encode("half"))
+            for _ in range(20):
+                await anyio.lowlevel.checkpoint()
+
+    home = house(Dying(), limits=GatewayLimits(resume_delay_s=0, max_resumes=0))
     ticket = await home.gateway.open_session("s")
     for path, sign in (
         (CHAT, '"code":"unavailable"'),
@@ -448,7 +455,7 @@ class Credit:
         self.left = 2
         self.ended: list[tuple] = []
 
-    async def admit(self, session):
+    async def admit(self, session):  # noqa: ARG002 - the port's signature
         self.left -= 1
         return 5 if self.left >= 0 else None
 

@@ -7,7 +7,6 @@ from gateway_fakes import FakeEngine, house
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-
 ANSWERS = [f"answer {number}" for number in range(40)]
 
 
@@ -38,7 +37,14 @@ async def test_later_turns_are_read_by_a_shortcut_and_extend_the_chain(path):
                 last = {"type": "text", "text": messages[-1]["content"], "cache_control": {"type": "ephemeral"}}
                 marked = [*messages[:-1], {"role": "user", "content": [last]}]
             key = "input" if path == "/v1/responses" else "messages"
-            body = {"model": "p", key: marked, "system": "outer", "instructions": "outer", "store": False, "max_tokens": 99}
+            body = {
+                "model": "p",
+                key: marked,
+                "system": "outer",
+                "instructions": "outer",
+                "store": False,
+                "max_tokens": 99,
+            }
             answer = (await client.post(path, json=body)).json()
             match path:
                 case "/v1/messages":
@@ -80,7 +86,9 @@ async def test_a_shortcut_changes_nothing_but_the_work(edits):
                 messages = messages[:-2]
             case "late-system":
                 messages.append({"role": "system", "content": f"note {turn}"})
-        text = json.dumps({"messages": messages, "tools": tools}, separators=(" , ", " : ") if edit == "spaces" else None)
+        text = json.dumps(
+            {"messages": messages, "tools": tools}, separators=(" , ", " : ") if edit == "spaces" else None
+        )
         said = []
         for home, ticket in zip(homes, tickets, strict=True):
             async with home.http(ticket.token) as client:
@@ -92,10 +100,9 @@ async def test_a_shortcut_changes_nothing_but_the_work(edits):
     one, two = ([request.prompt_ids.tolist() for request in home.engine.requests] for home in homes)
     assert one == two
     shapes = [
-        [(record.parent, record.num_context, record.digest) for record in home.recorder.interactions("s")] for home in homes
+        [(record.parent, record.num_context, record.digest) for record in home.recorder.interactions("s")]
+        for home in homes
     ]
     assert shapes[0] == shapes[1]
     payloads = [[bytes(tokens.messages_json) for tokens in await home.tokens("s")] for home in homes]
     assert payloads[0] == payloads[1]
-
-
