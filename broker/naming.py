@@ -22,6 +22,8 @@ PAYLOAD_PREFIX: Final = "hrp"
 TALK_PREFIX: Final = "hrt"
 """Heartbeats, metrics and requests: core subjects that no stream keeps."""
 
+MAX_SUBJECT_BYTES: Final = 1500
+"""A server closes the connection at a protocol line above 4096 bytes, and a question about a subject names it twice."""
 _LITERAL: Final = re.compile(r"[^\s.*>]+(?:\.[^\s.*>]+)*")
 
 
@@ -65,7 +67,12 @@ def check_log_subject(names: RunNames, subject: str) -> None:
 
 
 def check_literal(subject: str) -> None:
-    """Raise InvalidIdError if `subject` has empty tokens, wildcards or white space."""
+    """Raise InvalidIdError if `subject` has empty tokens, wildcards or white space, or is too long to be sent."""
+    if len(subject) > MAX_SUBJECT_BYTES:
+        raise InvalidIdError(
+            f"expected a subject of at most {MAX_SUBJECT_BYTES} characters, found {len(subject)}: '{subject[:80]}…'; "
+            "use a shorter id, for example a digest"
+        )
     if not _LITERAL.fullmatch(subject):
         raise InvalidIdError(f"expected a subject without wildcards, spaces and empty tokens, found {subject!r}")
 

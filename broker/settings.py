@@ -43,6 +43,10 @@ class ConnectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_in_flight: int = 4096
     """Publishes on one connection that wait for their confirmation."""
     max_in_flight_bytes: int = 32 * 1024 * 1024
+    payload_dir: str = ""
+    """Keep payloads as files in this folder (one that all workers share) instead of on the broker."""
+    payload_fsync: bool = False
+    """Force each payload file to disk."""
     payload_chunk_bytes: int = 1024 * 1024
     """Larger payloads are cut; never above the server's max_payload."""
     pull_expires_s: float = 30.0

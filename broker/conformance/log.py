@@ -82,7 +82,13 @@ async def check_get_finds_a_record_with_its_headers(make: BrokerFactory) -> None
 
 async def check_subjects_that_are_not_of_the_log_are_refused(make: BrokerFactory) -> None:
     async with make() as broker:
-        for subject in (f"hr.{broker.run}x.a.b.1", f"hr.{broker.run}.a.*.1", f"hr.{broker.run}.a..1", "other"):
+        for subject in (
+            f"hr.{broker.run}x.a.b.1",
+            f"hr.{broker.run}.a.*.1",
+            f"hr.{broker.run}.a..1",
+            "other",
+            f"hr.{broker.run}.a.b.{'x' * 5000}",
+        ):
             await raises(InvalidIdError, broker.publish(subject, b""), f"publish on {subject}")
 
 

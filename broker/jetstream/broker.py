@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from broker.api import ConsumerSettings, ConsumerStatus, Delivery, LogStatus, Published, Record
+from broker.api import CollectablePayloads, ConsumerSettings, ConsumerStatus, Delivery, LogStatus, Published, Record
+from broker.directory import DirectoryPayloads
 from broker.errors import NoSuchStreamError
 from broker.jetstream import talk
 from broker.jetstream.admin import Admin, list_consumers
@@ -26,21 +27,21 @@ from broker.topology import RunLimits, run_topology
 class JetStreamBroker:
     """One run on one pair of connections. Made by `open_broker`."""
 
-    def __init__(self, link: Link, payload_link: Link, run: str, replicas: int) -> None:
+    def __init__(self, link: Link, payload_link: Link, run: str, replicas: int, payloads: CollectablePayloads) -> None:
         self._names = run_names(run)
         self._link = link
         self._payload_link = payload_link
         self._replicas = replicas
         self._publisher = Publisher(link, self._names.log_stream)
         self._state = State(link, self._names)
-        self._payloads = JetStreamPayloads(payload_link, self._names)
+        self._payloads = payloads
 
     @property
     def run(self) -> str:
         return self._names.run
 
     @property
-    def payloads(self) -> JetStreamPayloads:
+    def payloads(self) -> CollectablePayloads:
         return self._payloads
 
     @property
@@ -159,4 +160,9 @@ async def open_broker(
         if create:
             await Admin(link).apply(run_topology(run, limits))
         info = await _stream(link, names.log_stream)
-        yield JetStreamBroker(link, payload_link, run, info.config.num_replicas)
+        payloads = (
+            DirectoryPayloads(settings.payload_dir, fsync=settings.payload_fsync)
+            if settings.payload_dir
+            else JetStreamPayloads(payload_link, names)
+        )
+        yield JetStreamBroker(link, payload_link, run, info.config.num_replicas, payloads)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 
+import msgspec
 import pytest
 
 from broker.api import ConsumerSettings
@@ -106,3 +107,12 @@ async def test_an_error_of_the_caller_comes_out_as_itself(server, run):
 
     with pytest.raises(KeyError):
         await fail()
+
+
+async def test_payloads_may_lie_in_a_shared_folder_instead(server, run, tmp_path):
+    settings = msgspec.structs.replace(server.connect_settings(), payload_dir=f"{tmp_path}/payloads")
+    async with connect(server.url, run, settings, create=True) as broker:
+        ref = await broker.payloads.put(b"payload")
+        assert await broker.payloads.get(ref) == b"payload"
+        assert [path.read_bytes() for path in tmp_path.glob("payloads/*/*")] == [b"payload"]
+        assert (await broker.log_status()).payload_bytes == 0

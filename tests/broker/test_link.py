@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 
 import anyio
 import msgspec
@@ -93,6 +95,20 @@ async def test_a_reconnection_that_died_is_taken_up_again(own_server, run):
         await wait_until(away, "the loss is noticed")
         client._reconnection_task.cancel()
         await own_server.start()
+        with anyio.fail_after(10):
+            assert (await broker.publish(f"hr.{run}.a.b.1", b"x")).created
+
+
+async def test_a_server_that_hangs_is_given_up_and_found_again(own_server, run):
+    settings = msgspec.structs.replace(own_server.connect_settings(), ping_interval_s=0.1)
+    async with connect(own_server.url, run, settings, create=True) as broker:
+        os.kill(own_server.pid, signal.SIGSTOP)
+
+        async def given_up() -> bool:
+            return not broker.connections()[0].connected
+
+        await wait_until(given_up, "the hang is noticed")
+        os.kill(own_server.pid, signal.SIGCONT)
         with anyio.fail_after(10):
             assert (await broker.publish(f"hr.{run}.a.b.1", b"x")).created
 
