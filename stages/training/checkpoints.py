@@ -48,6 +48,18 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that wrote it; any number may read it."""
     files: dict[str, tuple[int, str]]
     """name → (bytes, 64-bit xxh3)."""
+    resumed_step: int | None = None
+    """The step from which the incarnation that wrote it had resumed; None: not known."""
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says about itself, beside its files."""
+
+    step: int
+    generation: int
+    num_updates: int
+    settings_hash: str
+    resumed_step: int | None = None
 
 
 def folders(root: Path) -> list[tuple[int, int, Path]]:
@@ -71,30 +83,47 @@ def write(
     settings_hash: str,
 ) -> Path:
     """Write a checkpoint; collective. An existing one of the same step and generation is replaced."""
-    target = root / f"step-{step:07d}-g{generation}"
-    part = root / f".part-{target.name}"
+    position = Position(step=step, generation=generation, num_updates=num_updates, settings_hash=settings_hash)
+    part = part_folder(root, position)
     if ranks.rank == 0:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     ranks.barrier()
     writer = FileSystemWriter(part, sync_files=True)
-    with _single_process_is_meant():
+    with single_process_is_meant():
         save(state, storage_writer=writer, no_dist=ranks.world_size == 1)
     ranks.barrier()
-    if ranks.rank == 0:
-        record = CheckpointRecord(
-            step=step,
-            generation=generation,
-            num_updates=num_updates,
-            settings_hash=settings_hash,
-            world_size=ranks.world_size,
-            files={file.name: (file.stat().st_size, _checksum(file)) for file in sorted(part.iterdir())},
-        )
-        _write_durably(part / _RECORD, msgspec.json.encode(record))
-        shutil.rmtree(target, ignore_errors=True)
-        part.replace(target)
-        _sync_folder(root)
+    target = seal(root, position, ranks.world_size) if ranks.rank == 0 else root / folder_name(position)
     ranks.barrier()
+    return target
+
+
+def folder_name(position: Position) -> str:
+    """Of a whole checkpoint."""
+    return f"step-{position.step:07d}-g{position.generation}"
+
+
+def part_folder(root: Path, position: Position) -> Path:
+    """Where it is written."""
+    return root / f".part-{folder_name(position)}"
+
+
+def seal(root: Path, position: Position, world_size: int) -> Path:
+    """Make a part whose files are all there a checkpoint: list them, then give it its name."""
+    target, part = root / folder_name(position), part_folder(root, position)
+    record = CheckpointRecord(
+        step=position.step,
+        generation=position.generation,
+        num_updates=position.num_updates,
+        settings_hash=position.settings_hash,
+        resumed_step=position.resumed_step,
+        world_size=world_size,
+        files={file.name: (file.stat().st_size, _checksum(file)) for file in sorted(part.iterdir())},
+    )
+    _write_durably(part / _RECORD, msgspec.json.encode(record))
+    shutil.rmtree(target, ignore_errors=True)
+    part.replace(target)
+    _sync_folder(root)
     return target
 
 
@@ -125,15 +154,27 @@ def verify(folder: Path) -> CheckpointRecord:
     Raises:
         CheckpointError: Something is missing or differs.
     """
+    record = read_record(folder)
     try:
-        record = msgspec.json.decode((folder / _RECORD).read_bytes(), type=CheckpointRecord)
         for name, (size, checksum) in record.files.items():
             file = folder / name
             if file.stat().st_size != size or _checksum(file) != checksum:
                 raise CheckpointError(f"{name} is not what was written: expected {size} bytes with xxh3 {checksum}")
-    except (OSError, msgspec.MsgspecError) as error:
+    except OSError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     return record
+
+
+def read_record(folder: Path) -> CheckpointRecord:
+    """What it says about itself, unchecked.
+
+    Raises:
+        CheckpointError: It says nothing that can be read.
+    """
+    try:
+        return msgspec.json.decode((folder / _RECORD).read_bytes(), type=CheckpointRecord)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def read(folder: Path, state: dict[str, object], ranks: Ranks) -> None:
@@ -143,7 +184,7 @@ def read(folder: Path, state: dict[str, object], ranks: Ranks) -> None:
         CheckpointError: It is of another model.
     """
     try:
-        with _single_process_is_meant():
+        with single_process_is_meant():
             load(state, storage_reader=FileSystemReader(folder), no_dist=ranks.world_size == 1)
     except (CheckpointException, RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{folder} can't be loaded into this model: {error}") from error
@@ -161,7 +202,7 @@ def prune(root: Path, *, keep: int, protected: Callable[[int], bool] = lambda _:
 
 
 @contextmanager
-def _single_process_is_meant() -> Generator[None]:
+def single_process_is_meant() -> Generator[None]:
     """Torch warns whenever a checkpoint has one rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

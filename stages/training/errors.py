@@ -5,5 +5,9 @@ class TrainingError(Exception):
     """Root: a model, a row or a setting can't be trained with. Not retryable."""
 
 
+class CollectiveError(TrainingError):
+    """Ranks that belong together no longer meet: one died, hangs, or took another path. This rank can't go on alone."""
+
+
 class CheckpointError(TrainingError):
     """A checkpoint is partial, corrupt or of another model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,30 +12,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stages.training.errors import CollectiveError
+
 
 class Ranks:
     """This process's place among the data-parallel ranks. A single rank has no process group."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, world_size: int, device: torch.device, *, timeout_s: float = 0.0) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self._timeout_s = timeout_s
+
+    @contextmanager
+    def collective(self, what: str) -> Generator[None]:
+        """Name a collective that fails.
+
+        Raises:
+            CollectiveError: another rank did not take part within the timeout, or its connection ended.
+        """
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:  # what torch raises for lost peers and timeouts, over gloo and NCCL alike
+            raise CollectiveError(
+                f"rank {self.rank} of {self.world_size}: {what} failed after {time.monotonic() - started:.1f} s (timeout "
+                f"{self._timeout_s:g} s, training.collective_timeout_s): another rank died, hangs, or left the step. Look for the "
+                "rank whose log ends first: its error is the cause (killed for memory, an exception). If none ended, one of them "
+                f"computes for longer than the timeout. Found: {str(error).strip().splitlines()[0]}"
+            ) from error
 
     def sum(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            with self.collective(f"all_reduce of {tensor.numel()} values"):
+                dist.all_reduce(tensor)
 
     def gather(self, values_N: Tensor) -> Tensor:
         """The 1-D values of all ranks behind each other, in order of rank; lengths may differ."""
         if self.world_size == 1:
             return values_N
         lengths = [torch.zeros(1, dtype=torch.int64, device=values_N.device) for _ in range(self.world_size)]
-        dist.all_gather(lengths, torch.tensor([values_N.numel()], device=values_N.device))
+        with self.collective("all_gather of lengths"):
+            dist.all_gather(lengths, torch.tensor([values_N.numel()], device=values_N.device))
         longest = max(int(length) for length in lengths)
         padded = torch.cat([values_N, values_N.new_zeros(longest - values_N.numel())])
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded)
+        with self.collective(f"all_gather of {longest} values a rank"):
+            dist.all_gather(parts, padded)
         return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)])
 
     def sum_counts(self, counts: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
@@ -42,7 +67,8 @@ class Ranks:
         if self.world_size == 1:
             return counts
         everyone: list[dict[str, tuple[float, float]] | None] = [None] * self.world_size
-        dist.all_gather_object(everyone, counts)
+        with self.collective("all_gather of statistics"):
+            dist.all_gather_object(everyone, counts)
         summed: dict[str, tuple[float, float]] = {}
         for one in everyone:
             for name, (total, count) in (one or {}).items():
@@ -53,7 +79,8 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
-            dist.barrier()
+            with self.collective("barrier"):
+                dist.barrier()
 
 
 def single_rank(device: str = "cpu") -> Ranks:
@@ -77,6 +104,6 @@ def process_group(*, timeout_s: float = 300.0) -> Generator[Ranks]:
         return
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device, timeout_s=timeout_s)
     finally:
         dist.destroy_process_group()
