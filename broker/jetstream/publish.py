@@ -18,7 +18,14 @@ import anyio
 import msgspec
 
 from broker.api import Published, Record
-from broker.errors import NoSuchStreamError, NotConnectedError, PublishTimeoutError, StoreFullError, TooLargeError
+from broker.errors import (
+    BrokerError,
+    NoSuchStreamError,
+    NotConnectedError,
+    PublishTimeoutError,
+    StoreFullError,
+    TooLargeError,
+)
 from broker.jetstream.api import RETRY_WAIT_S, ApiError, Code, ErrorBody, call
 from broker.jetstream.headers import LINE, header, read_headers, status_of, write_headers
 from broker.jetstream.link import Answer, Link, LinkLostError, NoAnswerError
@@ -122,8 +129,9 @@ async def send(link: Link, subject: str, data: bytes | memoryview, head: bytes, 
             else:
                 reason = await _why_nobody_listens(link, subject)
         if time.monotonic() >= until_s:
+            hint = await _why_nothing_is_stored(link, subject) if tried else ""
             raise PublishTimeoutError(
-                f"{subject!r}: {reason} within {link.settings.publish_deadline_s} s; publishing it again is safe"
+                f"{subject!r}: {reason} within {link.settings.publish_deadline_s} s; publishing it again is safe{hint}"
             )
         await anyio.sleep(pause_s)
 
@@ -140,9 +148,22 @@ def _refused(subject: str, error: ErrorBody) -> str:
     raise PublishTimeoutError(f"the server could not store {text}")
 
 
-async def _why_nobody_listens(link: Link, subject: str) -> str:
+async def _why_nothing_is_stored(link: Link, subject: str) -> str:
+    """A server that answers questions and confirms no message has a disk that is full."""
+    try:
+        await call(link, f"STREAM.INFO.{_stream_of(subject)}", None, StreamInfo, deadline_s=LOOK_S)
+    except BrokerError:
+        return ""
+    return ". The server answers, but stores nothing: its disk may be full (see its log); it needs room and a restart"
+
+
+def _stream_of(subject: str) -> str:
     prefix, run = subject.split(".", 2)[:2]
-    stream = f"{prefix.upper()}_{run}"
+    return f"{prefix.upper()}_{run}"
+
+
+async def _why_nobody_listens(link: Link, subject: str) -> str:
+    stream = _stream_of(subject)
     try:
         await call(link, f"STREAM.INFO.{stream}", None, StreamInfo, deadline_s=LOOK_S)
     except NotConnectedError:

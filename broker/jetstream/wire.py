@@ -44,8 +44,9 @@ _NEEDED_FIELDS: Final = (
 
 def check_client() -> None:
     """Raise BrokerError if the installed nats-py lacks the parts that `WireClient` builds on."""
+    fields = vars(Client())
     missing = [name for name in _NEEDED if not hasattr(Client, name)]
-    missing += [name for name in _NEEDED_FIELDS if name not in vars(Client())]
+    missing += [name for name in _NEEDED_FIELDS if name not in fields]
     if missing:
         raise BrokerError(f"this nats-py lacks {', '.join(missing)}: install the version named in constraints.txt")
 

@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 import structlog
 
 from broker.conformance.asserting import wait_until
 from broker.connect import connect
 from broker.embedded import EmbeddedServer, EmbeddedSettings, embedded_server, find_binary
-from broker.errors import NotConnectedError, ServerStartError, StoreLockedError
+from broker.errors import NotConnectedError, PublishTimeoutError, ServerStartError, StoreLockedError
 from broker.settings import ConnectSettings
 
 ORPHAN = """
@@ -161,3 +162,40 @@ async def test_messages_outlive_a_kill_and_a_new_start(tmp_path, run):
             record = await broker.get(f"hr.{run}.a.b.1")
             assert record is not None
             assert record.data == b"x"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a file system of 12 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a small file system can't be mounted here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+async def test_a_full_disk_is_named_loses_nothing_and_is_over_after_room_and_a_restart(small_disk, run):
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(8 * 2**20))
+    async with embedded_server(small_disk / "s") as server:
+        settings = msgspec.structs.replace(server.connect_settings(), publish_deadline_s=1.0, request_timeout_s=0.5)
+        async with connect(server.url, run, settings, create=True) as broker:
+            stored = 0
+
+            async def publish_for_ever() -> None:
+                nonlocal stored
+                while True:
+                    await broker.publish(f"hr.{run}.a.b.{stored}", os.urandom(100_000))
+                    stored += 1
+
+            with pytest.raises(PublishTimeoutError, match="stores nothing: its disk may be full"):
+                await publish_for_ever()
+            assert "no space left on device" in server.disk_full()
+            filler.unlink()
+            await server.restart()
+            assert server.disk_full() == ""
+            assert (await broker.publish(f"hr.{run}.a.b.{stored}", b"x")).created
+            assert (await broker.log_status()).num_messages == stored + 1
