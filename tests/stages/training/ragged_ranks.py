@@ -106,14 +106,16 @@ def start_ranks(num_ranks: int, work: Callable[[Path], None], folder: Path) -> l
     return processes
 
 
-def end_ranks(processes: Sequence[BaseProcess], *, deadline_s: float) -> list[int | None]:
-    """Their exit codes; None for one that had to be killed."""
+def end_ranks(
+    processes: Sequence[BaseProcess], *, deadline_s: float, lost: Sequence[BaseProcess] = ()
+) -> list[int | None]:
+    """Their exit codes; None for one that had to be killed. Nobody waits for the `lost` ones."""
     end = time.monotonic() + deadline_s
     codes: list[int | None] = []
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
         codes.append(process.exitcode)
-    for process in processes:
+    for process in (*processes, *lost):
         process.kill()
         process.join()
     return codes
