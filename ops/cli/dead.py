@@ -26,6 +26,8 @@ from schemas.topics import topic_named
 
 app = cyclopts.App(name="dead", help="Messages that a stage gave up: list, show, retry, drop.")
 
+_NARROW = 120
+
 Run = Annotated[
     str | None, Parameter(help="A run's folder or name; the newest below ./runs. With --url, the run's id.")
 ]
@@ -63,20 +65,19 @@ def list_letters(
     if not found:
         screen.print("no dead letters")
         return 0
-    narrow = screen.width < 100
+    if screen.width < _NARROW:
+        for letter in found:
+            head = Text.assemble((letter.id, "bold"), f"  {letter.state.value}  {letter.topic} {'.'.join(letter.key)}")
+            screen.print(head, f"  {letter.error}", sep="\n", no_wrap=True, overflow="ellipsis", markup=False)
+        return 0
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("id", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("message", overflow="fold")
-    if not narrow:
-        table.add_column("reason", no_wrap=True)
-        table.add_column("attempts", justify="right")
-    table.add_column("error", overflow="ellipsis", no_wrap=True, ratio=1)
+    for name in ("id", "state", "message", "reason"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("attempts", justify="right")
+    table.add_column("error", overflow="ellipsis", no_wrap=True)
     for letter in found:
         message = f"{letter.topic} {'.'.join(letter.key)}"
-        row = [letter.id, letter.state.value, message]
-        row += [] if narrow else [letter.reason, str(letter.attempts)]
-        table.add_row(*row, Text(letter.error))
+        table.add_row(letter.id, letter.state.value, message, letter.reason, str(letter.attempts), Text(letter.error))
     screen.print(table)
     return 0
 

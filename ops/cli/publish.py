@@ -27,7 +27,7 @@ _ERRORS_SHOWN = 20
 
 @app.command
 def prompts(
-    source: str,
+    source: Annotated[str, Parameter(allow_leading_hyphen=True)],
     /,
     *,
     stream: str,

@@ -14,6 +14,7 @@ from ops.cli.output import console, progress_bar, until_stopped, write_json
 from ops.connection import open_run
 from ops.logtools.plain import size
 from ops.logtools.record import DEFAULT_ROTATE_BYTES, record_run
+from pipeline.logs import set_up_logs
 
 
 def record(
@@ -59,6 +60,7 @@ def record(
     json
         One JSON object at the end.
     """
+    set_up_logs(process="record", level="WARNING")
     stop = anyio.Event()
 
     async def work() -> RecorderFigures:

@@ -24,6 +24,7 @@ from ops.logtools.points import parse_stretch
 from ops.logtools.replay import Replay, ReplayFigures, ReplaySettings
 from ops.logtools.stage_diffs import diff_stage
 from ops.run_folder import Endpoints, RunFolder
+from pipeline.logs import set_up_logs
 from schemas.errors import ConfigError
 from schemas.subjects import PREFIX, check_filter
 
@@ -97,6 +98,7 @@ def replay(
     json
         One JSON object.
     """
+    set_up_logs(process="replay", level="ERROR" if diff else "WARNING")
     if (stage is None) == diff:
         sys.stderr.write("headrace replay: --stage and --diff belong together\n")
         return EXIT_USAGE
