@@ -175,3 +175,12 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: TokenIds) -> str:
         """Text of sampled ids, special tokens left out."""
         ...
+
+
+class ForwardedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What another gateway answered to a request that was passed on to it."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    body: AsyncIterator[bytes]
+    """As it comes; to be read to its end or closed."""

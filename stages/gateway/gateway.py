@@ -29,6 +29,7 @@ from stages.gateway.errors import (
     BusyError,
     ContextLengthExceededError,
     GatewayError,
+    InternalError,
     InvalidRequestError,
     SessionEndedError,
     UnavailableError,
@@ -138,26 +139,26 @@ class Gateway:
         Raises:
             GatewayError: whatever the client is told instead.
         """
-        for preprocess in self._preprocessors:
-            call = preprocess(call)
         self.counts.calls += 1
         try:
-            with self._registered(session):
-                async with self._turn():
-                    return await self._answer_all(session, call, emit)
-            # The scope was cancelled: by the end of the session, or by its deadline.
-            if session is not None and session.ended:
-                raise SessionEndedError(f"session {session.id} ended while this call was running")
-            raise UnavailableError(f"the call took longer than {self.settings.limits.call_deadline_s:g} s")
+            return await self._answer_in_time(session, self._preprocessed(call), emit)
         except GatewayError as error:
             self._note_failure(session, error)
+            raise
+        except Exception as error:
+            # A fault of ours: the episode must not be judged by what the agent makes of it.
+            self._note_failure(session, InternalError(f"a fault of the gateway: {type(error).__name__}"))
             raise
 
     async def count_tokens(self, call: Call) -> int:
         """How many tokens a conversation's prompt has, rendered from scratch."""
+        call = self._preprocessed(call)
+        return int((await self._render(call, Match(parent=None, num_known=0, before=b"", broken=False))).size)
+
+    def _preprocessed(self, call: Call) -> Call:
         for preprocess in self._preprocessors:
             call = preprocess(call)
-        return int((await self._render(call, Match(parent=None, num_known=0, before=b"", broken=False))).size)
+        return call
 
     @contextmanager
     def _registered(self, session: Session | None) -> Generator[anyio.CancelScope]:
@@ -179,6 +180,15 @@ class Gateway:
         if self._turns.statistics().tasks_waiting >= limits.max_waiting_calls:
             raise BusyError(f"{limits.max_waiting_calls} calls are waiting already", retry_after_s=1)
         return self._turns
+
+    async def _answer_in_time(self, session: Session | None, call: Call, emit: Emit | None) -> tuple[Answer, ...]:
+        with self._registered(session):
+            async with self._turn():
+                return await self._answer_all(session, call, emit)
+        # The scope was cancelled: by the end of the session, or by its deadline.
+        if session is not None and session.ended:
+            raise SessionEndedError(f"session {session.id} ended while this call was running")
+        raise UnavailableError(f"the call took longer than {self.settings.limits.call_deadline_s:g} s")
 
     async def _answer_all(self, session: Session | None, call: Call, emit: Emit | None) -> tuple[Answer, ...]:
         prepared = await self._prepare(session, call)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Final, TypeVar
 
 import anyio
+import structlog
 
 from stages.gateway.conversation import Event, Message, Protocol_
 from stages.gateway.errors import (
@@ -40,6 +41,7 @@ from stages.gateway.session import Session
 from stages.gateway.shortcuts import Cut, holds, resumed
 
 T = TypeVar("T")
+log = structlog.get_logger("headrace.gateway")
 
 _PROTOCOLS: Final[dict[str, Protocol_]] = {
     "/chat/completions": "chat_completions",
@@ -85,8 +87,13 @@ class GatewayApp:
             return
         except GatewayError as error:
             await self._refuse(request, error, protocol, send)
-        except Exception as error:  # noqa: BLE001 - the edge: whatever went wrong, the client is told in its own protocol
-            await self._refuse(request, _internal(error), protocol, send)
+        except (
+            Exception
+        ) as error:  # the edge: whatever went wrong is logged, and the client is told in its own protocol
+            log.exception("fault of the gateway", path=request.path)
+            await self._refuse(
+                request, InternalError(f"a fault of the gateway: {type(error).__name__}"), protocol, send
+            )
 
     async def _route(
         self, request: Request, path: str, protocol: Protocol_ | None, receive: Receive, send: Send
@@ -102,8 +109,8 @@ class GatewayApp:
             body = await read_body(request, receive, self._settings.limits)
             await _send_json(send, 200, to_json(await self._online.post(request, path, body)))
             return
-        body = await read_body(request, receive, self._settings.limits)
         token = session_token(request, self._settings)
+        body = await read_body(request, receive, self._settings.limits)
         target = await self._gateway.sessions.resolve(token) if token is not None else None
         if isinstance(target, str):
             await self._forward(target, request, body, send)
@@ -225,7 +232,7 @@ class GatewayApp:
             headers.append((b"x-should-retry", b"false"))
         if error.retry_after_s is not None or isinstance(error, BusyError):
             headers.append((b"retry-after", str(error.retry_after_s or 1).encode()))
-        if error.http_status in (400, 408, 413):
+        if error.http_status in (408, 413):
             # What is left of the body is not read: the connection ends with the answer.
             headers.append((b"connection", b"close"))
         await _send_json(send, error.http_status, error_body(error, protocol), headers)
@@ -239,10 +246,6 @@ def _forget(response_id: str, messages: tuple[Message, ...]) -> None:
 def _retries_gone(request: Request) -> bool:
     """Codex tries a 410 again and again; a 400 stops it."""
     return request.headers.get("user-agent", "").lower().startswith("codex") or "x-codex-window-id" in request.headers
-
-
-def _internal(error: Exception) -> InternalError:
-    return InternalError(f"a fault of the gateway: {type(error).__name__}")
 
 
 class _Stream:
@@ -310,7 +313,7 @@ async def _while_connected(
     receive: Receive,
     work: Callable[[], Awaitable[T]],
     *,
-    beside: Callable[[], Awaitable[None]] | None = None,
+    beside: Callable[[], Coroutine[object, object, None]] | None = None,
     idle: Callable[[], Awaitable[None]] | None = None,
     idle_s: float = 3600.0,
 ) -> T:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
-
-import msgspec
 
 from schemas.messages.rollout import InteractionRecorded, SessionClosed, SessionOpened
 from stages.gateway.conversation import Call
+from stages.ports import ForwardedAnswer
 
 SessionMessage = SessionOpened | InteractionRecorded | SessionClosed
 
@@ -53,14 +52,6 @@ class Recorder(Protocol):
         ...
 
 
-class ForwardedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What another gateway answered."""
-
-    status: int
-    headers: list[tuple[str, str]]
-    body: AsyncIterator[bytes]
-
-
 class Peers(Protocol):
     """The run's other gateways."""
 
@@ -91,5 +82,3 @@ class OnlineSessions(Protocol):
 
 Clock = Callable[[], float]
 """Seconds, monotonic."""
-
-Sleep = Callable[[float], Awaitable[None]]

@@ -84,7 +84,11 @@ class Session:
         """Held while an interaction gets its ordinal and is stored: ordinals have no gaps."""
         self.running: Final[set[anyio.CancelScope]] = set()
         self.last_used_s = now_s
+        self.announced: Final = anyio.Event()
+        """Set once its opening is stored, or could not be."""
         self.ended = False
+        self.moved = False
+        """Another gateway records it now: this copy is worth nothing."""
         self.closed: SessionClosed | None = None
         self.context_overflow = False
         self.system_error = ""

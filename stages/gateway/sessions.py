@@ -57,7 +57,6 @@ class SessionBook:
         Raises:
             InvalidRequestError: not a legal id.
             BusyError: too many sessions are open.
-            SessionEndedError: it was closed already.
             UnavailableError: the log did not answer in time.
         """
         check_session_id(session_id)
@@ -67,7 +66,11 @@ class SessionBook:
                 raise BusyError(f"{len(self._by_id)} sessions are open, the most this gateway takes", retry_after_s=5)
             session = Session(session_id, new_token(session_id), min_version=min_version, now_s=self._clock())
             await self._announce(session)
-            self._keep(session)
+        else:
+            with self._log_deadline():
+                await session.announced.wait()
+            if session_id not in self._by_id:
+                raise UnavailableError(f"session {session_id} could not be opened; try again")
         return SessionTicket(session=session_id, token=session.token, base_url=self.base_url)
 
     async def close(self, session_id: str) -> SessionClosed:
@@ -109,6 +112,9 @@ class SessionBook:
             UnavailableError: the log did not answer in time.
         """
         session = self._by_token.get(token)
+        if session is not None and session.moved:
+            del self._by_token[token], self._by_id[session.id]
+            session = None
         if session is not None and not session.ended:
             session.last_used_s = self._clock()
             return session
@@ -156,7 +162,6 @@ class SessionBook:
         forest = await rebuild_forest(records, self._payloads, self._stop_token_ids)
         session = Session(session_id, token, min_version=mine[-1].min_version, now_s=self._clock(), forest=forest)
         await self._announce(session)
-        self._keep(session)
         return session
 
     async def _close_foreign(self, session_id: str) -> SessionClosed:
@@ -172,18 +177,22 @@ class SessionBook:
         return closed
 
     async def _announce(self, session: Session) -> None:
+        """Put a session's opening on the log; only then its token is good."""
         opened = SessionOpened(
             session=session.id,
             gateway=self._settings.name,
             token_digest=token_digest(session.token),
             min_version=session.min_version,
         )
-        with self._log_deadline():
-            await self._recorder.record(opened)
-
-    def _keep(self, session: Session) -> None:
         self._by_id[session.id] = session
-        self._by_token[session.token] = session
+        try:
+            with self._log_deadline():
+                await self._recorder.record(opened)
+            self._by_token[session.token] = session
+        finally:
+            if session.token not in self._by_token:
+                del self._by_id[session.id]
+            session.announced.set()
 
     def _forget(self, session: Session) -> None:
         if self._by_id.pop(session.id, None) is not None:

@@ -110,7 +110,7 @@ class Writer:
             with anyio.fail_after(deadline_s, shield=True):
                 await self._recorder.record(build(ordinal, await store_payload(self._payloads, data)))
         except RecordConflictError as error:
-            session.ended = True
+            session.moved = session.ended = True
             raise SessionEndedError(f"session {session.id} goes on at another gateway", status=503) from error
         except TimeoutError as error:
             _unavailable(session, f"the log did not confirm an interaction within {deadline_s} s", error)

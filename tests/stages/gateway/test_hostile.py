@@ -73,7 +73,10 @@ async def test_a_body_of_100_mb_is_refused_without_being_kept():
 
     async with served(home) as url, httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as client:
         async with await anyio.connect_tcp("127.0.0.1", int(url.rsplit(":", 1)[1])) as stream:
-            await stream.send(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n{")
+            await stream.send(
+                b"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx-api-key: %b\r\ncontent-length: 100000000\r\n\r\n{"
+                % ticket.token.encode()
+            )
             assert b" 413 " in (await _closed_within(stream, 10)).splitlines()[0]
         with contextlib.suppress(httpx.TransportError):  # closed while the client was still sending: as good
             assert (await client.post(PATHS[0], content=chunked())).status_code == 413
@@ -97,12 +100,13 @@ async def _closed_within(reader, seconds) -> bytes:
     [
         b"",
         b"POST /v1/messages HTTP/1.1\r\nhost: x\r\n",
-        b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{",
+        b"POST /v1/messages HTTP/1.1\r\nx-api-key: gen\r\ncontent-length: 50\r\n\r\n{",
     ],
 )
 async def test_a_client_that_never_ends_its_request_is_cut_off(sent):
     limits = GatewayLimits(header_deadline_s=0.2, body_deadline_s=0.2)
-    async with served(house(limits=limits)) as url:
+    home = house(limits=limits, generation_keys=("gen",))
+    async with served(home) as url:
         port = int(url.rsplit(":", 1)[1])
         async with await anyio.connect_tcp("127.0.0.1", port) as stream:
             await stream.send(sent)

@@ -11,10 +11,9 @@ from gateway_fakes import TOKENIZER, FakeEngine, MemoryPayloads, MemoryRecorder,
 from schemas.messages.rollout import FinishReason, SessionClosed
 from stages.gateway.errors import BusyError, InvalidRequestError, SessionEndedError, UnauthorizedError, UnavailableError
 from stages.gateway.http import GatewayApp
-from stages.gateway.ports import ForwardedAnswer
 from stages.gateway.session import new_token
 from stages.gateway.settings import GatewayLimits, OverridePolicy, Recording, RunSampling
-from stages.ports import EngineUnavailableError
+from stages.ports import EngineUnavailableError, ForwardedAnswer
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -107,6 +106,31 @@ async def test_opening_again_gives_the_same_ticket_and_closing_again_the_same_co
     await ask(home, ticket.token)
     assert home.engine.requests[0].min_version == 3
     assert await home.gateway.close_session("s") == await home.gateway.close_session("s")
+
+
+async def test_openings_of_one_session_at_the_same_time_give_one_ticket():
+    home = house()
+    tickets = []
+
+    async def open_it():
+        tickets.append(await home.gateway.open_session("s"))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(open_it)
+    assert len({one.token for one in tickets}) == 1
+    assert (await ask(home, tickets[0].token)).status_code == 200
+
+
+async def test_a_fault_of_the_gateway_is_told_and_marks_the_session():
+    def broken(call):
+        raise ZeroDivisionError
+
+    home = house(preprocessors=[broken])
+    ticket = await home.gateway.open_session("s")
+    response = await ask(home, ticket.token, HELLO, "/v1/messages")
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "api_error")
+    assert "ZeroDivisionError" in (await home.gateway.close_session("s")).system_error
 
 
 @pytest.mark.parametrize("name", ["", "-x", "a b", "a/b", "ä", "x" * 201])
@@ -206,6 +230,7 @@ async def test_a_session_goes_on_at_another_gateway_with_its_exact_tokens():
     assert (await second.gateway.close_session("s")).num_interactions == 2
     # The first gateway was only thought dead: what it would still record stands already, so it gives the session up.
     assert (await ask(first, ticket.token, {"messages": messages})).status_code == 503
+    assert (await ask(first, ticket.token, {"messages": messages})).status_code == 410
 
 
 async def test_raw_prompts_survive_a_dead_gateway_too():
@@ -323,7 +348,7 @@ async def test_a_failure_inside_a_stream_is_told_in_the_stream():
     class Dying(FakeEngine):
         """Gives half an answer, is silent for a while, dies."""
 
-        async def generate(self, request):
+        async def generate(self, request):  # noqa: ARG002 - the port's signature
             yield chunk_of(TOKENIZER.encode("half"))
             for _ in range(20):
                 await anyio.lowlevel.checkpoint()
