@@ -7,7 +7,6 @@ needs no broker.
 
 from __future__ import annotations
 
-import platform
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from ops.bench.result import BenchResult, machine
 from schemas.ids import group_id, row_id
 from schemas.messages.rollout import EpisodeClass, Row, Trajectory
 from schemas.messages.sampling import GroupIssued
@@ -60,26 +60,25 @@ def partition_lengths() -> list[int]:
     return np.exp(generator.uniform(np.log(1_000), np.log(128_000), NUM_ROWS)).astype(int).tolist()
 
 
-def run() -> dict[str, object]:
-    """All figures: {name, metrics, reference, ratio, machine}."""
-    metrics = {**_folding(), **_restart(), **_memory(), **_partition()}
-    return {
-        "name": "assembly",
-        "metrics": metrics,
-        "reference": {**REFERENCES, "source": REFERENCE_SOURCE},
-        "ratio": {
-            "folded_per_s_over_required": metrics["folded_trajectories_per_s"] / 3_000,
-            "restart_over_allowed": metrics["restart_s"] / 2.0,
-            "partition_over_allowed": metrics["partition_s"] / 1.0,
-            "deal_over_areal_balanced_greedy": metrics["deal_lpt_s"] / REFERENCES["areal_balanced_greedy_s"],
-            "partition_over_verl_kk_equal_size": metrics["partition_s"] / REFERENCES["verl_kk_equal_size_s"],
+def run() -> BenchResult:
+    """All figures."""
+    metrics: dict[str, float | str] = {}
+    folding, restart, dealt = _folding(), _restart(), _partition()
+    for found in (folding, restart, _memory(), dealt):
+        metrics.update(found)
+    return BenchResult(
+        name="assembly",
+        metrics=metrics,
+        reference={**REFERENCES, "source": REFERENCE_SOURCE},
+        ratio={
+            "folded_per_s_over_required": folding["folded_trajectories_per_s"] / 3_000,
+            "restart_over_allowed": restart["restart_s"] / 2.0,
+            "partition_over_allowed": dealt["partition_s"] / 1.0,
+            "deal_over_areal_balanced_greedy": dealt["deal_lpt_s"] / REFERENCES["areal_balanced_greedy_s"],
+            "partition_over_verl_kk_equal_size": dealt["partition_s"] / REFERENCES["verl_kk_equal_size_s"],
         },
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "system": platform.platform(),
-            "python": platform.python_version(),
-        },
-    }
+        machine=machine(),
+    )
 
 
 def _issued(ordinal: int) -> GroupIssued:
