@@ -7,13 +7,16 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar, cast
 
 import msgspec
+import structlog
 
 from broker.api import Broker, Record
+from schemas.errors import DecodeError
 from schemas.payload import INLINE, INLINE_LIMIT_BYTES, PayloadRef, check_payload, inline_ref
 from schemas.subjects import Topic
 from schemas.topics import TOPICS
 
 M = TypeVar("M", bound=msgspec.Struct)
+log = structlog.get_logger("headrace.log")
 
 _TOPIC_OF: Final[Mapping[type[msgspec.Struct], Topic[Any]]] = {topic.message: topic for topic in TOPICS}
 
@@ -57,10 +60,8 @@ class RunLog:
     async def read(
         self, topics: Sequence[Topic[Any]], *, after_sequence: int = 0, follow: bool = True
     ) -> AsyncGenerator[AsyncIterator[Entry]]:
-        """Messages of these topics in order.
-
-        Raises:
-            DecodeError: a record that is no message of its topic.
+        """Messages of these topics in order. What can't be decoded is passed over with a warning: the stage that consumes it
+        makes it a dead letter.
         """
         by_prefix = {topic.name: topic for topic in topics}
 
@@ -68,12 +69,12 @@ class RunLog:
             async for record in records:
                 tokens = record.subject.split(".", 4)
                 topic = by_prefix[f"{tokens[2]}.{tokens[3]}"]
-                yield Entry(
-                    sequence=record.sequence,
-                    topic=topic,
-                    message=topic.decode(record.data),
-                    unix_time_s=record.unix_time_s,
-                )
+                try:
+                    message = topic.decode(record.data)
+                except DecodeError as error:
+                    log.warning("a message is passed over", subject=record.subject, error=str(error))
+                    continue
+                yield Entry(sequence=record.sequence, topic=topic, message=message, unix_time_s=record.unix_time_s)
 
         filters = [topic.filter(self.run) for topic in topics]
         async with self.broker.read(filters, after_sequence=after_sequence, follow=follow) as records:

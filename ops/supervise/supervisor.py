@@ -53,20 +53,25 @@ class Supervisor:
         if self.failure is not None and not event.is_set():
             raise self.failure
 
-    async def stop(self) -> None:
-        """Stop all, in parallel within their deadlines; those that serve others come last."""
+    async def stop(self, *, servers: bool = True) -> None:
+        """Stop all, in parallel within their deadlines; those that serve others come last, or with `servers` False stay."""
         with anyio.CancelScope(shield=True):
-            for serves_others in (False, True):
+            for serves_others in (False, True) if servers else (False,):
                 async with anyio.create_task_group() as tasks:
                     for process in self.processes.values():
                         if process.spec.serves_others is serves_others:
                             tasks.start_soon(process.stop)
+
+    def fail(self, reason: str) -> None:
+        """End everything for a reason that is no process's own."""
+        if self.failure is None:
+            self.failure = ProcessGivenUpError(reason)
+            self.failed.set()
 
     async def _watch(self, process: SupervisedProcess) -> None:
         try:
             await process.run()
         except ProcessGivenUpError as error:
             log.error("a process is given up", name=process.spec.name)  # noqa: TRY400 - the text holds its last lines
-            if process.spec.essential and self.failure is None:
-                self.failure = error
-                self.failed.set()
+            if process.spec.essential:
+                self.fail(str(error))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import psutil
 import pytest
 
@@ -82,7 +83,7 @@ class RunProcess:
     async def result(self) -> dict:
         """Its JSON line, once it ended well."""
         code = await self.process.wait()
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
         assert code == 0, self.stderr.decode()[-4000:]
         return json.loads(self.stdout.decode().strip().splitlines()[-1])
 

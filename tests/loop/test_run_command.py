@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import socket
+
 import psutil
 import pytest
+
+from broker.embedded import EmbeddedServer
 
 KEYS = {
     "steps",
@@ -97,3 +101,71 @@ async def test_a_worker_that_dies_at_start_ends_the_run_with_its_last_lines(head
         assert run.children() == {}
     assert b"gateway ended" in run.stderr
     assert b"can't import 'nowhere:nothing'" in run.stderr
+
+
+def _taken_port() -> socket.socket:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    return listener
+
+
+async def test_a_missing_server_binary_is_one_clear_line(headrace) -> None:
+    async with headrace("--set", "broker.server_binary=/nowhere/nats-server") as run:
+        assert await run.process.wait() == 1
+    assert run.stderr.decode().strip().splitlines()[-1].startswith("headrace: ")
+    assert b"/nowhere/nats-server" in run.stderr
+    assert b"Traceback" not in run.stderr
+
+
+async def test_a_taken_server_port_is_one_clear_line(headrace) -> None:
+    with _taken_port() as listener:
+        port = listener.getsockname()[1]
+        async with headrace("--set", f"broker.server_port={port}") as run:
+            assert await run.process.wait() == 1
+            assert run.children() == {}
+    assert str(port).encode() in run.stderr
+    assert b"Traceback" not in run.stderr
+
+
+async def test_a_taken_gateway_port_ends_the_run_by_name(headrace) -> None:
+    with _taken_port() as listener:
+        port = listener.getsockname()[1]
+        async with headrace("--set", f"gateway.port={port}") as run:
+            assert await run.process.wait() == 1
+            assert run.children() == {}
+    assert b"gateway ended" in run.stderr
+    assert b"ddress already in use" in run.stderr
+
+
+async def test_a_locked_store_is_one_clear_line(headrace, tmp_path) -> None:
+    server = EmbeddedServer(tmp_path / "run" / "nats")
+    await server.start()
+    try:
+        async with headrace() as run:
+            assert await run.process.wait() == 1
+    finally:
+        await server.stop()
+    assert b"is in use by" in run.stderr
+    assert b"Traceback" not in run.stderr
+
+
+async def test_a_disk_with_too_little_room_is_told_before_anything_starts(headrace) -> None:
+    async with headrace("--set", f"run.min_free_disk_bytes={2**60}") as run:
+        assert await run.process.wait() == 1
+        assert run.children() == {}
+    assert b"disk full" in run.stderr
+    assert run.stderr.count(b"\n") == 1
+
+
+async def test_an_undecodable_message_becomes_a_dead_letter_and_the_loop_goes_on(headrace) -> None:
+    async with headrace("--steps", "6", "--set", "training.standin_step_s=0.2") as run:
+        await run.wait_for_step(1)
+        async with run.broker() as broker:
+            for topic in ("group.issued.bad", "episode.ended.bad.0.0", "trajectory.ready.bad.0"):
+                await broker.publish(f"hr.{broker.run}.{topic}", b"\xff\x00")
+        result = await run.result()
+    assert result["steps"] == 6
+    # group.issued is read by fan-out and by assembly, episode.ended by reward mapping, trajectory.ready by assembly
+    assert result["dead_letters"] == 4
+    assert result["unexplained"] == 0
