@@ -40,7 +40,7 @@ def _nodes(case: Case) -> list[dict[str, Any]]:
 
 
 def _param(case: Case, key: str, default: Any = None) -> Any:
-    return case.params[key] if key in case.params else default
+    return case.params.get(key, default)
 
 
 def _digest(before: bytes, messages: list[dict[str, Any]]) -> bytes:
