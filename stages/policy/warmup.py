@@ -39,9 +39,9 @@ _FORMAT: Final = 1
 class WarmUpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long and how hard the warm-up teaches."""
 
-    skill: float = 0.85
+    skill: float = 0.9
     """Teach right answers until held-out ones have this probability (mean over conversations, the last answer, temperature 1)."""
-    target: float = 0.2
+    target: float = 0.1
     """Then teach mixed answers until it has fallen to this."""
     max_updates: int = 400
     """Of both parts together."""
