@@ -30,9 +30,9 @@ class JetStreamDelivery:
         self._pull = pull
         self._reply = raw.reply
         self._numbers: tuple[int, int, int, int, int] | None = None
-        self._open = True
-        self.subject = raw.subject.decode()
+        self.subject = raw.subject.decode("utf-8", "replace")  # a foreign client's may be anything
         self.data = raw.data
+        self._open = True
 
     @property
     def sequence(self) -> int:

@@ -88,7 +88,7 @@ class Reader:
             self._last = sequence
             self._pending = pending
             return Record(
-                subject=raw.subject.decode(),
+                subject=raw.subject.decode("utf-8", "replace"),
                 sequence=sequence,
                 data=raw.data,
                 unix_time_s=time_ns / NANOSECONDS,

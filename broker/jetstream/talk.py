@@ -41,7 +41,7 @@ async def listen(link: Link, pattern: str) -> AsyncGenerator[AsyncIterator[tuple
     arrived = asyncio.Event()
 
     def hear(subject: bytes, _reply: bytes, data: bytes, _headers: bytes | None) -> None:
-        heard.append((subject.decode(), data))
+        heard.append((subject.decode("utf-8", "replace"), data))
         arrived.set()
 
     async def take() -> tuple[str, bytes]:

@@ -177,6 +177,19 @@ async def test_a_gap_in_what_a_reader_gets_is_noticed_and_read_again(opened):
             assert reader.num_gaps >= 1
 
 
+async def test_a_foreign_client_s_subject_of_any_bytes_stops_nobody(opened):
+    async with opened() as broker:
+        async with broker.consume("d", [f"hr.{broker.run}.>"], ConsumerSettings()) as deliveries:
+            async with broker.read([f"hr.{broker.run}.>"]) as records:
+                subject = f"hr.{broker.run}.a.b.".encode() + b"\xff\xfe"
+                block = b"NATS/1.0\r\n\xff: \xfe\r\nx:\xff\r\n\r\n"
+                command = b"HPUB %b %d %d\r\n%b\0\r\n" % (subject, len(block), len(block) + 1, block)
+                broker._link.client.send_nowait(command)
+                await broker.publish(f"hr.{broker.run}.a.b.1", b"x")
+                assert [d.data for d in await take_and_ack(deliveries, 2)][-1] == b"x"
+                assert [r.data for r in await take(records, 2)][-1] == b"x"
+
+
 async def test_headers_that_would_break_the_protocol_are_refused(opened):
     async with opened() as broker:
         for headers in ({"a b": "x"}, {"k": "a\r\nNats-Rollup: all"}, {"Nats-TTL": "1s"}, {"": "x"}, {"k": " x"}):
