@@ -3,6 +3,7 @@
 The loop, in the order of the flow (topic → message):
 
     run.started           RunStarted            a command took up the run
+    run.finished          RunFinished           nothing more can be trained             by sampling
     stream.listed         StreamListed          all rows of one stream
     prompt.published      PromptPublished       a row published into an open stream
     group.issued          GroupIssued           one prompt, n slots                     by sampling

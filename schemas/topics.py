@@ -12,6 +12,7 @@ from schemas.messages import training as t
 from schemas.subjects import Topic
 
 RUN_STARTED: Final = Topic("run.started", s.RunStarted, lambda m: (m.ordinal,), "ordinal")
+RUN_FINISHED: Final = Topic("run.finished", s.RunFinished, lambda m: (m.ordinal,), "ordinal")
 STREAM_LISTED: Final = Topic("stream.listed", s.StreamListed, lambda m: (m.stream,), "stream")
 PROMPT_PUBLISHED: Final = Topic(
     "prompt.published", s.PromptPublished, lambda m: (m.stream, m.data_id), "stream.data_id"
@@ -64,6 +65,7 @@ DEAD_DROPPED: Final = Topic("dead.dropped", s.DeadDropped, lambda m: (m.stage, m
 
 TOPICS: Final[tuple[Topic[msgspec.Struct], ...]] = (
     RUN_STARTED,
+    RUN_FINISHED,
     STREAM_LISTED,
     PROMPT_PUBLISHED,
     GROUP_ISSUED,

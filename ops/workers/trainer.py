@@ -15,6 +15,7 @@ from ops.run_folder import RunFolder
 from ops.workers.context import WorkerContext
 from pipeline.lease import HeldLease
 from pipeline.metrics import worker_name
+from schemas.topics import RUN_STARTED
 from stages.training.loop import FollowerLease, LoopSettings, TrainerLoop
 from stages.training.ports import TrainerBackend
 from stages.training.standin import StandInBackend
@@ -46,6 +47,7 @@ async def run_trainer(context: WorkerContext) -> None:
             LoopSettings(
                 weights_dir=str(context.folder.weights),
                 steps=config.run.steps,
+                start=await _latest_start(context),
                 checkpoint_every_steps=config.training.checkpoint_every_steps,
             ),
             on_trained=_pruner(context) if rank == 0 else None,
@@ -58,6 +60,13 @@ async def run_trainer(context: WorkerContext) -> None:
             tasks.cancel_scope.cancel()
     finally:
         await anyio.to_thread.run_sync(backends.__exit__, None, None, None)
+
+
+async def _latest_start(context: WorkerContext) -> int:
+    ordinal = 0
+    while await context.log.find(RUN_STARTED, ordinal + 1) is not None:
+        ordinal += 1
+    return ordinal
 
 
 def _pruner(context: WorkerContext) -> Callable[[int], Awaitable[None]]:

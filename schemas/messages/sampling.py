@@ -25,6 +25,17 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
     """Passes over the mixture after which it ends; a later start may move it."""
 
 
+class RunFinished(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing more can be trained in this start of the run: its last step is trained, or its epochs are used up."""
+
+    ordinal: int
+    """Of the RunStarted that set this end."""
+    steps: int
+    """Trained steps."""
+    reason: str
+    """`steps` or `epochs`."""
+
+
 class StreamRow(msgspec.Struct, frozen=True, array_like=True):
     """One prompt or task of a stream."""
 

@@ -24,7 +24,7 @@ def available(
     running: int,
     waiting: int,
     groups_per_step: int,
-    max_staleness: int,
+    max_staleness: int | None,
     max_concurrent: int,
     still_needed: int | None = None,
 ) -> Credit:
@@ -33,12 +33,14 @@ def available(
     Args:
         running: issued and not closed.
         waiting: closed, usable, in no trained step.
+        max_staleness: None where nothing is trained: no group goes stale.
         still_needed: groups that the rest of the run can train, beyond running and waiting; None = no end in sight.
     """
     limits = [
         (max_concurrent - running, "max_concurrent_groups"),
-        ((max_staleness + 1) * groups_per_step - (running + waiting), "max_staleness"),
     ]
+    if max_staleness is not None:
+        limits.append(((max_staleness + 1) * groups_per_step - (running + waiting), "max_staleness"))
     if still_needed is not None:
         limits.append((still_needed, "end of run"))
     groups, bound_by = min(limits, key=lambda limit: limit[0])

@@ -28,6 +28,7 @@ from schemas.messages.sampling import (
     ControlAction,
     GroupClosed,
     GroupIssued,
+    RunFinished,
     RunStarted,
     StreamListed,
     StreamRow,
@@ -40,6 +41,7 @@ from schemas.topics import (
     GROUP_CLOSED,
     GROUP_ISSUED,
     RUN_CONTROL,
+    RUN_FINISHED,
     RUN_STARTED,
     STEP_ASSEMBLED,
     STEP_TRAINED,
@@ -64,12 +66,18 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Shuffle seed; None keeps the source order."""
     group_deadline_s: float | None = None
     tick_period_s: float = 2.0
+    trains: bool = True
+    """False: nothing is trained, so a closed group waits for nothing."""
 
 
 class SamplingState(msgspec.Struct, kw_only=True):
     """Everything that sampling knows; checkpointed."""
 
     listed: dict[str, StreamListed] = {}
+    start: int = 0
+    """Ordinal of the run's latest start."""
+    finished: int = -1
+    """The start for which the end was said."""
     max_steps: int | None = None
     """The run's end, as its latest start set it."""
     max_epochs: int | None = None
@@ -105,7 +113,7 @@ class SamplingFold:
         RUN_CONTROL,
         FOLD_TICK,
     )
-    produces: tuple[AnyTopic, ...] = (GROUP_ISSUED,)
+    produces: tuple[AnyTopic, ...] = (GROUP_ISSUED, RUN_FINISHED)
     state_type = SamplingState
 
     def __init__(self, settings: SamplingSettings) -> None:
@@ -130,6 +138,7 @@ class SamplingFold:
         """Take one message in; the groups that may be issued after it."""
         match message:
             case RunStarted():
+                state.start = message.ordinal
                 state.max_steps, state.max_epochs = message.steps, message.epochs
                 state.draining = False
             case StreamListed():
@@ -151,12 +160,14 @@ class SamplingFold:
                 state.tick = max(state.tick, message.ordinal)
             case _:
                 raise ContractError(f"sampling does not consume {type(message).__name__}")
-        return self._issue(state)
+        return [*self._issue(state), *self._finish(state)]
 
     def describe(self, state: SamplingState) -> tuple[str, Mapping[str, float]]:
         missing = [name for name in self._settings.streams if name not in state.listed]
         credit = self._credit(state)
-        if missing:
+        if state.finished >= state.start:
+            waits_for = "nothing: the run is finished"
+        elif missing:
             waits_for = f"the rows of stream {', '.join(missing)}"
         elif credit.groups:
             waits_for = "nothing"
@@ -177,8 +188,10 @@ class SamplingFold:
         if closed.group not in state.running:
             return
         del state.running[closed.group]
-        if closed.usable:
+        if closed.usable and self._settings.trains:
             state.waiting[closed.group] = None
+        elif closed.usable:
+            return
         elif not closed.evaluation:
             state.num_groups_dropped += 1
 
@@ -211,14 +224,15 @@ class SamplingFold:
         if state.max_steps is not None:
             # A step that is assembled and not trained has its groups among the waiting ones.
             steps_left = state.max_steps - state.num_trained
-            limits.append(steps_left * settings.groups_per_step - len(state.running) - len(state.waiting))
+            taken = len(state.running) + len(state.waiting) if settings.trains else state.num_issued
+            limits.append(steps_left * settings.groups_per_step - taken)
         if state.max_epochs is not None and self._mixture is not None:
             limits.append(state.max_epochs * self._mixture.epoch_size - state.num_issued)
         return available(
             running=len(state.running),
             waiting=len(state.waiting),
             groups_per_step=settings.groups_per_step,
-            max_staleness=settings.max_staleness,
+            max_staleness=settings.max_staleness if settings.trains else None,
             max_concurrent=settings.max_concurrent_groups,
             still_needed=min(limits) if limits else None,
         )
@@ -259,6 +273,26 @@ class SamplingFold:
         state.position = position
         return outputs
 
+    def _finish(self, state: SamplingState) -> list[Output]:
+        """Say the end once: the last step is trained, or what is left of the epochs can make no step any more."""
+        if state.finished >= state.start or state.steps:
+            return []
+        reason = ""
+        if state.max_steps is not None and state.num_trained >= state.max_steps:
+            reason = "steps"
+        elif (
+            state.max_epochs is not None
+            and self._mixture is not None
+            and state.num_issued >= state.max_epochs * self._mixture.epoch_size
+            and not state.running
+            and len(state.waiting) < self._settings.groups_per_step
+        ):
+            reason = "epochs"
+        if not reason:
+            return []
+        state.finished = state.start
+        return [Output(message=RunFinished(ordinal=state.start, steps=state.num_trained, reason=reason))]
+
     def _group(self, state: SamplingState, stream: str, row: StreamRow, epoch: int) -> GroupIssued:
         settings = self._settings
         deadline_tick = None
@@ -276,7 +310,7 @@ class SamplingFold:
             prompt=row.payload,
             epoch=epoch,
             num_slots=settings.slots_per_group,
-            min_version=max(0, earliest_step - 1 - settings.max_staleness),
+            min_version=max(0, earliest_step - 1 - settings.max_staleness) if settings.trains else 0,
             deadline_tick=deadline_tick,
         )
 

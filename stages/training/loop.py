@@ -21,9 +21,10 @@ from pipeline.errors import ContractError
 from pipeline.log import RunLog
 from pipeline.metrics import Metrics
 from schemas.messages.rollout import RowTokens
+from schemas.messages.sampling import RunFinished
 from schemas.messages.training import Manifest, StepAssembled, StepTrained
 from schemas.payload import PayloadRef
-from schemas.topics import STEP_ASSEMBLED
+from schemas.topics import RUN_FINISHED, STEP_ASSEMBLED
 from stages.ports import Payloads
 from stages.training.ports import RowArrays, TrainerBackend
 from stages.weight_files.folders import version_folder
@@ -62,7 +63,9 @@ class LoopSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     weights_dir: str
     steps: int | None
-    """Last step; None = until drained."""
+    """Last step; None = until the run is finished or drained."""
+    start: int = 0
+    """Ordinal of this start of the run: the end of an earlier one ends nothing."""
     checkpoint_every_steps: int
 
 
@@ -121,9 +124,11 @@ class TrainerLoop:
 
     async def _train_as_they_come(self) -> None:
         self._wait()
-        async with self._log.read([STEP_ASSEMBLED]) as entries:
+        async with self._log.read([STEP_ASSEMBLED, RUN_FINISHED]) as entries:
             async for entry in entries:
                 message = entry.message
+                if isinstance(message, RunFinished) and message.ordinal >= self._settings.start:
+                    return
                 if not isinstance(message, StepAssembled) or message.step <= self.step:
                     continue
                 if message.step != self.step + 1:

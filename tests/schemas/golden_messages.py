@@ -32,7 +32,7 @@ def sample(kind: msgspec.inspect.Type, name: str, full: bool) -> object:
         case msgspec.inspect.BytesType() | msgspec.inspect.MemoryViewType():
             return name.encode()
         case msgspec.inspect.EnumType(cls=cls):
-            return list(cls)[0]
+            return next(iter(cls))
         case msgspec.inspect.ListType(item_type=item):
             return [sample(item, name, full)] if full else []
         case msgspec.inspect.DictType(value_type=value):

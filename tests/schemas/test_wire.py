@@ -67,7 +67,7 @@ def test_fields_of_a_newer_writer_are_ignored() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\xff\x00", b"\x80", msgspec.msgpack.encode({"tag": "v9"}), b"\x93" * 4000])
 def test_what_is_no_message_of_a_topic_is_refused_with_its_name(data: bytes) -> None:
-    with pytest.raises(DecodeError, match="episode.ended"):
+    with pytest.raises(DecodeError, match=r"episode\.ended"):
         EPISODE_ENDED.decode(data)
 
 

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.messages.sampling import (
+    Control,
+    ControlAction,
+    GroupClosed,
+    GroupIssued,
+    RunFinished,
+    RunStarted,
+    StreamListed,
+    StreamRow,
+    Tick,
+)
+from schemas.messages.training import DroppedGroup, StepAssembled, StepTrained
+from schemas.payload import run_ref
+from stages.sampling.credit import available
+from stages.sampling.fold import SamplingFold, SamplingSettings, SamplingState
+
+
+class Run:
+    """Plays the rest of the loop for a sampling fold."""
+
+    def __init__(
+        self, *, prompts: dict[str, int], steps: int | None = None, epochs: int | None = None, **changes
+    ) -> None:
+        settings = SamplingSettings(
+            streams=tuple(prompts), groups_per_step=2, slots_per_group=4, max_staleness=1, max_concurrent_groups=100
+        )
+        self.settings = msgspec.structs.replace(settings, **changes)
+        self.fold = SamplingFold(self.settings)
+        self.state = self.fold.initial()
+        self.issued: list[GroupIssued] = []
+        self.finished: list[RunFinished] = []
+        self.waiting: list[str] = []
+        self.step = 0
+        self.starts = 0
+        self.prompts = prompts
+        self.begin(steps=steps, epochs=epochs)
+        for name, count in prompts.items():
+            data = msgspec.msgpack.encode([StreamRow(data_id=f"{name}{i}") for i in range(count)])
+            listed = StreamListed(stream=name, rows=run_ref(data), num_rows=count, weight=1.0)
+            if (ref := self.fold.wants(listed)) is not None:
+                self.fold.load(ref, memoryview(data))
+            self.say(listed)
+
+    def begin(self, *, steps: int | None = None, epochs: int | None = None) -> None:
+        self.say(
+            RunStarted(
+                ordinal=self.starts,
+                config_json=b"",
+                config_digest="",
+                headrace_version="0",
+                steps=steps,
+                epochs=epochs,
+            )
+        )
+        self.starts += 1
+
+    def say(self, message: msgspec.Struct) -> list[GroupIssued]:
+        outputs = [output.message for output in self.fold.step(self.state, message)]
+        new = [one for one in outputs if isinstance(one, GroupIssued)]
+        self.finished += [one for one in outputs if isinstance(one, RunFinished)]
+        self.issued += new
+        return new
+
+    def close(self, group: str, *, usable: bool = True) -> list[GroupIssued]:
+        if usable:
+            self.waiting.append(group)
+        return self.say(GroupClosed(group=group, stream="a", usable=usable, reason="" if usable else "zero_spread"))
+
+    def train(self, *, dropped: tuple[str, ...] = ()) -> list[GroupIssued]:
+        """Assemble and train a step of the groups that wait longest."""
+        size = self.settings.groups_per_step
+        self.step += 1
+        groups, self.waiting = self.waiting[:size], self.waiting[size:]
+        self.waiting = [group for group in self.waiting if group not in dropped]
+        new = self.say(
+            StepAssembled(
+                step=self.step,
+                manifest=run_ref(b""),
+                groups=groups,
+                dropped=[DroppedGroup(group=group, stream="a", reason="stale") for group in dropped],
+                num_rows=8,
+                num_tokens=8,
+                num_mini_batches=1,
+                min_version=0,
+                mean_reward=0.5,
+            )
+        )
+        return new + self.say(StepTrained(step=self.step, generation=1, digest="", manifest_id=""))
+
+    def restore(self) -> None:
+        """As after a crash: only the checkpoint's bytes are left."""
+        data = msgspec.msgpack.encode(self.state)
+        self.fold = SamplingFold(self.settings)
+        self.state = msgspec.msgpack.decode(data, type=SamplingState)
+        for ref in self.fold.wanted_by(self.state):
+            name = next(name for name, listed in self.state.listed.items() if listed.rows.id == ref.id)
+            rows = [StreamRow(data_id=f"{name}{i}") for i in range(self.prompts[name])]
+            self.fold.load(ref, memoryview(msgspec.msgpack.encode(rows)))
+
+
+def test_the_first_groups_are_issued_when_every_stream_is_listed() -> None:
+    run = Run(prompts={"a": 10})
+    assert [issued.group for issued in run.issued] == ["g0000000", "g0000001", "g0000002", "g0000003"]
+    assert {issued.num_slots for issued in run.issued} == {4}
+    assert run.fold.describe(run.state)[0].startswith("credit, bound by max_staleness")
+
+
+def test_a_missing_stream_is_named() -> None:
+    fold = SamplingFold(Run(prompts={"a": 1}).settings)
+    assert fold.describe(fold.initial())[0] == "the rows of stream a"
+
+
+# AReaL#1345: the capacity after a resume comes from what is under way, not from lifetime counters
+@pytest.mark.parametrize(("running", "capacity"), [(0, 96), (20, 76)])
+def test_capacity_after_a_resume_has_no_burst(running: int, capacity: int) -> None:
+    credit = available(running=running, waiting=0, groups_per_step=32, max_staleness=2, max_concurrent=1000)
+    assert credit.groups == capacity
+
+
+@given(
+    st.integers(0, 200),
+    st.integers(0, 200),
+    st.integers(1, 32),
+    st.integers(0, 4),
+    st.integers(1, 200),
+    st.none() | st.integers(0, 50),
+)
+def test_credit_never_lets_more_under_way_than_its_limits(
+    running, waiting, per_step, staleness, concurrent, needed
+) -> None:
+    credit = available(
+        running=running,
+        waiting=waiting,
+        groups_per_step=per_step,
+        max_staleness=staleness,
+        max_concurrent=concurrent,
+        still_needed=needed,
+    )
+    assert credit.groups >= 0
+    if credit.groups:
+        assert running + credit.groups <= concurrent
+        assert running + waiting + credit.groups <= (staleness + 1) * per_step
+        assert needed is None or credit.groups <= needed
+
+
+def test_credit_comes_back_from_trained_and_from_dropped_groups() -> None:
+    run = Run(prompts={"a": 50})
+    assert run.close("g0000000", usable=False) != []
+    assert run.close("g0000001") == []
+    run.close("g0000002")
+    assert len(run.train()) == 2
+
+
+def test_a_group_dropped_from_waiting_gives_its_credit_back() -> None:
+    run = Run(prompts={"a": 50})
+    for group in ("g0000000", "g0000001", "g0000002"):
+        run.close(group)
+    assert len(run.train(dropped=("g0000002",))) == 3
+    assert run.state.num_groups_dropped == 1
+
+
+def test_a_request_carries_the_oldest_version_that_its_step_may_use() -> None:
+    run = Run(prompts={"a": 50}, max_staleness=0)
+    assert [issued.min_version for issued in run.issued] == [0, 0]
+    run.close("g0000000")
+    run.close("g0000001")
+    assert [issued.min_version for issued in run.train()] == [1, 1]
+
+
+# OpenRLHF#1322: prompts that were generated and not yet trained must not be skipped by a restart
+def test_no_prompt_is_skipped_or_trained_twice_by_a_restart() -> None:
+    run = Run(prompts={"a": 8}, epochs=1, max_staleness=2)
+    trained: list[str] = []
+    while not run.finished:
+        for issued in run.issued:
+            if issued.group in run.state.running:
+                run.close(issued.group)
+        trained += run.waiting[:2]
+        run.train()
+        run.restore()
+    data = {issued.group: issued.data_id for issued in run.issued}
+    assert sorted(data[group] for group in trained) == [f"a{i}" for i in range(8)]
+    assert run.finished[0].steps == 4
+
+
+# NeMo-RL#3248: min(max_steps, epochs · prompts / groups_per_step) steps, also after a resume
+@pytest.mark.parametrize(
+    ("steps", "epochs", "done", "reason"), [(10, 2, 6, "epochs"), (5, 2, 5, "steps"), (None, 1, 3, "epochs")]
+)
+def test_a_run_ends_at_whichever_limit_comes_first(steps, epochs, done, reason) -> None:
+    run = Run(prompts={"a": 12}, steps=steps, epochs=epochs, groups_per_step=4)
+    while not run.finished and run.step < 20:
+        for issued in run.issued:
+            if issued.group in run.state.running:
+                run.close(issued.group)
+        run.train()
+        if run.step == 4:
+            run.restore()
+    assert (run.finished[0].steps, run.finished[0].reason) == (done, reason)
+    if reason == "epochs":
+        counts = [sum(issued.data_id == f"a{i}" for issued in run.issued) for i in range(12)]
+        assert counts == [epochs] * 12
+
+
+def test_a_later_start_moves_the_end_and_finishes_again() -> None:
+    run = Run(prompts={"a": 50}, steps=1)
+    run.close("g0000000")
+    run.close("g0000001")
+    assert run.train() == []
+    assert [finished.ordinal for finished in run.finished] == [0]
+    run.begin(steps=2)
+    assert len(run.issued) == 4
+    run.close("g0000002")
+    run.close("g0000003")
+    run.train()
+    assert [finished.ordinal for finished in run.finished] == [0, 1]
+
+
+def test_leftover_groups_that_make_no_step_end_the_run_instead_of_hanging_it() -> None:
+    run = Run(prompts={"a": 3}, epochs=1)
+    for issued in list(run.issued):
+        run.close(issued.group)
+    run.train()
+    assert (run.finished[0].steps, run.finished[0].reason) == (1, "epochs")
+
+
+@pytest.mark.parametrize("action", [ControlAction.PAUSE, ControlAction.DRAIN])
+def test_pause_and_drain_stop_the_issue_and_resume_goes_on(action: ControlAction) -> None:
+    run = Run(prompts={"a": 50})
+    run.say(Control(id="1", action=action))
+    assert run.close("g0000000", usable=False) == []
+    assert len(run.say(Control(id="2", action=ControlAction.RESUME))) == 1
+
+
+def test_a_deadline_is_counted_in_ticks() -> None:
+    run = Run(prompts={"a": 50}, group_deadline_s=5.0, tick_period_s=2.0)
+    assert run.issued[0].deadline_tick == 3
+    run.say(Tick(ordinal=7, period_s=2.0, unix_time_s=0.0))
+    assert run.close("g0000000", usable=False)[0].deadline_tick == 10
+
+
+# surogate#73, NeMo-RL#3681: quotas are exact and every message carries its stream
+def test_two_streams_share_by_weight_and_every_group_carries_its_stream() -> None:
+    run = Run(prompts={"a": 100, "b": 100}, max_staleness=24, order="quota")
+    streams = [issued.stream for issued in run.issued]
+    assert streams.count("a") == streams.count("b") == 25
+    assert all(issued.data_id.startswith(issued.stream) for issued in run.issued)
