@@ -56,8 +56,12 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return hasher.hexdigest()
 
 
-def write_folder(tensors: Mapping[str, Tensor], source: str | Path, folder: str | Path) -> None:
-    """A HF folder with config and tokenizer of `source`: it appears whole or not at all, and replaces what was there."""
+def write_folder(
+    tensors: Mapping[str, Tensor], source: str | Path, folder: str | Path, *, extras: Path | None = None
+) -> None:
+    """A HF folder with config and tokenizer of `source`, and what lies in `extras`: it appears whole or not at all, and replaces
+    what was there.
+    """
     target = Path(folder)
     part = target.with_name(f".part-{target.name}-{os.getpid()}")
     shutil.rmtree(part, ignore_errors=True)
@@ -66,6 +70,8 @@ def write_folder(tensors: Mapping[str, Tensor], source: str | Path, folder: str 
         for file in sorted(Path(source).iterdir()):
             if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".safetensors.index.json")):
                 shutil.copyfile(file, part / file.name)
+        if extras is not None:
+            shutil.copytree(extras, part, dirs_exist_ok=True)
         save_file(dict(tensors), part / _WEIGHTS, metadata={"format": "pt"})
         (part / _WEIGHTS).chmod(0o644)
         shutil.rmtree(target, ignore_errors=True)

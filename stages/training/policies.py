@@ -1,0 +1,102 @@
+"""The trained policy as a step backend sees it, and the one over an HF model, placed whole or split, with or without adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from stages.learning.forward import CausalLM, PolicyForward
+from stages.training.lora import ADAPTER_FOLDER, LoraModel, LoraSettings
+from stages.training.model_folder import read_model
+from stages.training.networks import decoder_blocks, recompute_activations
+from stages.training.placement import Placement
+
+
+class Policy(Protocol):
+    """A model that is trained; the calls are collective."""
+
+    @property
+    def network(self) -> nn.Module:
+        """(tokens, layout, targets, temperature) → log-probs and entropies."""
+        ...
+
+    @property
+    def vocabulary(self) -> int: ...
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole weights under HF names, on the CPU; only rank 0 is sure to have them."""
+        ...
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps of the weights, sharing their memory or to be given back to `load`."""
+        ...
+
+    def load(self, saved: Mapping[str, Tensor]) -> None: ...
+    def write_extras(self, folder: Path) -> None:
+        """What an exported folder has beside the whole weights. Collective; rank 0 writes."""
+        ...
+
+    def base(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """A context in which the network is what it was before training, where that costs nothing."""
+        ...
+
+
+class HfPolicy:
+    """A causal language model of transformers."""
+
+    def __init__(
+        self,
+        folder: str,
+        placement: Placement,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        recompute: bool = False,
+        lora: LoraSettings | None = None,
+        is_writer: bool = True,
+    ) -> None:
+        self._placement = placement
+        self._is_writer = is_writer
+        self.model = read_model(folder, dtype, device)
+        language_model = cast("CausalLM", self.model)
+        self.vocabulary = language_model.get_output_embeddings().weight.shape[0]
+        blocks = decoder_blocks(self.model)
+        self._lora = None if lora is None else LoraModel(self.model, lora, folder)
+        if recompute:
+            recompute_activations(self.model)
+        self.network = placement.place(PolicyForward(self.model), blocks, trained=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        state, whole = self._state(), self._placement.whole
+        if self._lora is not None:
+            return self._lora.merged(state, whole)
+        return {name: whole(tensor) for name, tensor in state.items()}
+
+    def saved(self) -> dict[str, Tensor]:
+        state = self._state()
+        if self._lora is None:
+            return state
+        return {name: tensor for name, tensor in state.items() if ".lora_" in name}
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        self.model.load_state_dict(dict(saved), strict=False)
+
+    def write_extras(self, folder: Path) -> None:
+        if self._lora is None:
+            return
+        tensors = self._lora.adapter(self._state(), self._placement.whole)
+        if self._is_writer:
+            self._lora.write_adapter(tensors, folder / ADAPTER_FOLDER)
+
+    def base(self) -> Callable[[], AbstractContextManager[None]] | None:
+        return None if self._lora is None else self._lora.disabled
+
+    def _state(self) -> dict[str, Tensor]:
+        """By HF name, sorted; a tied output matrix is left out."""
+        state = self.model.state_dict()
+        tied = bool(getattr(self.model.config, "tie_word_embeddings", False))
+        return {name: state[name] for name in sorted(state) if not (tied and name == "lm_head.weight")}
