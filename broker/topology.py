@@ -72,19 +72,18 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
         return self.streams[0]
 
 
-def durable(name: str, filters: list[str], settings: ConsumerSettings, *, replicas: int = 1) -> DurableSpec:
+def durable(name: str, filters: list[str], settings: ConsumerSettings) -> DurableSpec:
     """The durable that `consume` with these arguments expects."""
     return DurableSpec(
         name=name,
         filters=filters,
         ack_wait_s=settings.ack_wait_s,
         max_ack_pending=settings.max_ack_pending,
-        replicas=replicas,
     )
 
 
 def run_topology(run: str, limits: RunLimits | None = None, durables: list[DurableSpec] | None = None) -> Topology:
-    """The streams of a run (log, state, payloads) and the durables of its log."""
+    """The streams of a run (log, state, payloads) and the durables of its log, all equally often replicated."""
     limits = RunLimits() if limits is None else limits
     names = run_names(run)
 
@@ -108,7 +107,7 @@ def run_topology(run: str, limits: RunLimits | None = None, durables: list[Durab
             stream(names.state_stream, names.state_prefix, limits.state_max_bytes, per_subject=1, once=False),
             stream(names.payload_stream, names.payload_prefix, limits.payload_max_bytes, per_subject=1, once=True),
         ],
-        durables=durables or [],
+        durables=[msgspec.structs.replace(spec, replicas=limits.replicas) for spec in durables or []],
     )
 
 

@@ -25,6 +25,12 @@ def declared(run):
     return run_topology(run, LIMITS, durables)
 
 
+def test_durables_are_replicated_as_the_log_is():
+    limits = msgspec.structs.replace(LIMITS, replicas=3)
+    topology = run_topology("r", limits, [durable("d", ["hr.r.>"], ConsumerSettings())])
+    assert {spec.replicas for spec in (*topology.streams, *topology.durables)} == {3}
+
+
 async def test_what_is_applied_stands_as_declared(admin, declared):
     assert [line.partition(": ")[2] for line in await admin.diff(declared)] == ["missing"] * 4
     assert [change.done for change in await admin.apply(declared)] == ["created"] * 4
