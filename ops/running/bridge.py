@@ -79,7 +79,7 @@ class Bridge:
         self._broker: Final = broker
         self._progress: Final = progress
         self._limiter: Final = anyio.CapacityLimiter(_COPIES_AT_ONCE)
-        self._position = BridgePosition(source_run=source.endpoints.run)
+        self._position = BridgePosition(source_run=source.run)
         self._saved = 0
 
     async def run(self) -> None:

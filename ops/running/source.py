@@ -21,9 +21,9 @@ from broker.errors import NoSuchStreamError, NotConnectedError, StoreLockedError
 from broker.settings import ConnectSettings
 from ops.config import RunConfig
 from ops.connection import find_run
-from ops.run_folder import Endpoints, RunFolder, RunFolderError
+from ops.run_folder import RunFolder, RunFolderError
 from pipeline.log import RunLog
-from schemas.config import RolloutSection, SamplingSection
+from schemas.config import BrokerSection, RolloutSection, SamplingSection
 from schemas.errors import ConfigError
 from schemas.messages.sampling import RunStarted
 from schemas.messages.training import StepTrained
@@ -44,7 +44,9 @@ class SourceRunError(RunFolderError):
 class SourceRun(msgspec.Struct, frozen=True, kw_only=True):
     """Where the first run is."""
 
-    endpoints: Endpoints
+    run: str
+    url: str
+    settings: ConnectSettings
     folder: str = ""
     """Its folder, where its embedded server keeps the log; empty: a broker that goes on without the run."""
 
@@ -84,21 +86,37 @@ def find_source(config: RunConfig) -> SourceRun:
     except RunFolderError:
         if config.broker.url == "embedded":
             raise
-        broker = config.broker
-        found = SourceRun(
-            endpoints=Endpoints(run=config.run.from_run, broker_url=broker.url, broker_token_file=broker.token_file)
-        )
+        found = SourceRun(run=config.run.from_run, url=config.broker.url, settings=_settings(config.broker))
     else:
-        embedded = folder.read_config().broker.url == "embedded"
-        found = SourceRun(endpoints=folder.read_endpoints(), folder=str(folder.path) if embedded else "")
         if folder.path == RunFolder(config.run.dir).path:
             raise ConfigError(f"run.dir: expected another folder than the first run's, found {config.run.dir}")
-    if found.endpoints.run == config.run.id:
+        endpoints, broker = folder.read_endpoints(), folder.read_config().broker
+        found = SourceRun(
+            run=endpoints.run,
+            url=endpoints.broker_url,
+            settings=msgspec.structs.replace(_settings(broker), token_file=endpoints.broker_token_file),
+            folder=str(folder.path) if broker.url == "embedded" else "",
+        )
+    if found.run == config.run.id:
         raise ConfigError(
             f"run.id: expected another id than the first run's, found {config.run.id!r}; give the second run one with "
             "--set run.id=… (and a folder with --set run.dir=…)"
         )
     return found
+
+
+def _settings(broker: BrokerSection) -> ConnectSettings:
+    return ConnectSettings(
+        name="from-run",
+        user=broker.user,
+        password_file=broker.password_file,
+        token_file=broker.token_file,
+        creds_file=broker.creds_file,
+        nkey_seed_file=broker.nkey_seed_file,
+        tls_ca_file=broker.tls_ca_file,
+        tls_cert_file=broker.tls_cert_file,
+        tls_key_file=broker.tls_key_file,
+    )
 
 
 @asynccontextmanager
@@ -113,19 +131,16 @@ async def open_source(source: SourceRun) -> AsyncGenerator[tuple[Broker, bool]]:
             opened = await _connected(source, stack), False
         except (NotConnectedError, NoSuchStreamError) as error:
             if not source.folder:
-                raise SourceRunError(
-                    f"run {source.endpoints.run!r}: its broker {source.endpoints.broker_url} does not answer: {error}"
-                ) from error
+                raise SourceRunError(f"run {source.run!r}: its broker {source.url} does not answer: {error}") from error
             opened = await _served(source, stack)
         yield opened
 
 
 async def _connected(source: SourceRun, stack: AsyncExitStack) -> Broker:
-    endpoints = source.endpoints
-    settings = ConnectSettings(
-        name="from-run", token_file=endpoints.broker_token_file, connect_deadline_s=_ANSWER_S if source.folder else 10.0
-    )
-    broker = await stack.enter_async_context(connect(endpoints.broker_url, endpoints.run, settings))
+    settings = source.settings
+    if source.folder:
+        settings = msgspec.structs.replace(settings, connect_deadline_s=_ANSWER_S)
+    broker = await stack.enter_async_context(connect(source.url, source.run, settings))
     await broker.log_status()
     return broker
 
@@ -144,15 +159,15 @@ async def _served(source: SourceRun, stack: AsyncExitStack) -> tuple[Broker, boo
                 reason = str(error)
             else:
                 stack.push_async_callback(server.stop)
-                log.info("serving the log of a run that is over", run=source.endpoints.run, folder=source.folder)
+                log.info("serving the log of a run that is over", run=source.run, folder=source.folder)
                 settings = server.connect_settings(ConnectSettings(name="from-run"))
-                return await stack.enter_async_context(connect(server.url, source.endpoints.run, settings)), True
+                return await stack.enter_async_context(connect(server.url, source.run, settings)), True
             try:
                 return await _connected(source, stack), False
             except (NotConnectedError, NoSuchStreamError):
                 await anyio.sleep(0.5)
     raise SourceRunError(
-        f"run {source.endpoints.run!r} in {source.folder}: its server did not answer for {_OPEN_DEADLINE_S:g} s and its "
+        f"run {source.run!r} in {source.folder}: its server did not answer for {_OPEN_DEADLINE_S:g} s and its "
         f"store is held ({reason})"
     )
 
@@ -184,7 +199,7 @@ async def check_source(source: SourceRun, config: RunConfig) -> None:
         started = await RunLog(broker).find(RUN_STARTED, 0)
     if started is None:
         raise SourceRunError(
-            f"run {source.endpoints.run!r}: expected run.started at the beginning of its log, found none: it never began, or "
+            f"run {source.run!r}: expected run.started at the beginning of its log, found none: it never began, or "
             "the beginning was purged"
         )
     first = msgspec.json.decode(started.config_json, type=_Sampled)
@@ -194,5 +209,5 @@ async def check_source(source: SourceRun, config: RunConfig) -> None:
     ):
         if found != expected:
             raise ConfigError(
-                f"{key}: expected {expected}, as the rows of run {source.endpoints.run!r} were sampled, found {found}"
+                f"{key}: expected {expected}, as the rows of run {source.run!r} were sampled, found {found}"
             )

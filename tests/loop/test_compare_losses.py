@@ -13,11 +13,11 @@ from compare_runs import GROUPS_PER_STEP, FirstRun, config_of, manifests_of, unt
 
 from broker.memory import MemoryBroker, MemoryServer
 from ops.config import assembly_settings
-from ops.run_folder import Endpoints
+from ops.run_folder import Endpoints, RunFolderError
 from ops.running.bridge import Bridge
 from ops.running.progress import Progress
 from ops.running.run import run
-from ops.running.source import SourceRun, SourceRunError, find_source
+from ops.running.source import SourceRunError, find_source, open_source, read_end
 from pipeline.fold import replay
 from schemas.errors import ConfigError
 from stages.assembly.fold import AssemblyFold
@@ -102,6 +102,17 @@ async def test_a_first_run_that_goes_on_is_followed_and_its_end_is_survived(tmp_
     assert outcomes[0].account.steps == 4
 
 
+async def test_a_run_on_a_shared_broker_is_found_by_its_id(finished, tmp_path):
+    broker = {"url": finished.server.url, "token_file": str(finished.server.token_file)}
+    config = config_of("second", tmp_path / "second", run={"from_run": "first"}, broker=broker)
+    source = find_source(config)
+    assert (source.run, source.folder) == ("first", "")
+    async with open_source(source) as (first, is_over):
+        assert (first.run, is_over, (await read_end(first)).reached) == ("first", False, True)
+    with pytest.raises(RunFolderError, match="expected the folder of a run"):
+        find_source(config_of("second", tmp_path / "second", run={"from_run": "first"}))
+
+
 async def test_what_sampling_fixed_must_be_the_same(finished, tmp_path):
     with pytest.raises(ConfigError, match=r"sampling\.slots_per_group: expected 4"):
         await run(second(tmp_path, sampling={"slots_per_group": 8}))
@@ -115,9 +126,7 @@ async def test_a_folder_goes_on_with_the_first_run_that_it_was_begun_from(finish
     broker = MemoryBroker(server, "second")
     config = second(tmp_path)
     other = find_source(config)
-    bridge = Bridge(
-        SourceRun(endpoints=msgspec.structs.replace(other.endpoints, run="another")), broker, Progress(config)
-    )
+    bridge = Bridge(msgspec.structs.replace(other, run="another"), broker, Progress(config))
     await bridge._save()
     again = Bridge(other, broker, Progress(config))
     await again.run()
