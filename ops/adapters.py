@@ -10,7 +10,15 @@ from pipeline.metrics import Metrics
 from pipeline.publishing import publish_patiently
 from schemas.messages.rollout import EpisodeAccepted, EpisodeLaunched, InteractionRecorded, SessionClosed, SessionOpened
 from schemas.messages.sampling import EpisodeRequested
-from schemas.topics import EPISODE_ACCEPTED, EPISODE_LAUNCHED, INTERACTION_RECORDED, SESSION_CLOSED, SESSION_OPENED
+from schemas.messages.training import WeightsPublished
+from schemas.topics import (
+    EPISODE_ACCEPTED,
+    EPISODE_LAUNCHED,
+    INTERACTION_RECORDED,
+    SESSION_CLOSED,
+    SESSION_OPENED,
+    WEIGHTS_PUBLISHED,
+)
 from stages.arena_launch.ports import LaunchTry
 from stages.gateway.ports import RecordConflictError, RecorderUnavailableError, SessionMessage
 
@@ -53,6 +61,16 @@ class LogRecorder:
             return await self._log.find(SESSION_CLOSED, session)
         except BrokerError as error:
             raise RecorderUnavailableError(f"session {session} can't be read: {error}") from error
+
+
+class LogWeights:
+    """What weight broadcast published before."""
+
+    def __init__(self, log: RunLog) -> None:
+        self._log: Final = log
+
+    async def find(self, version: int, generation: int) -> WeightsPublished | None:
+        return await self._log.find(WEIGHTS_PUBLISHED, version, generation)
 
 
 class LogLaunches:

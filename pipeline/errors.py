@@ -2,6 +2,7 @@
 
 PipelineError
 ├── RetryableError       a stage asks for another try: something outside is away
+├── PayloadGoneError     a payload was collected, or lies in another store
 ├── RefusedError         a message that no retry can help: to the dead letters at once
 ├── ContractError        the run must stop: a promise is broken that no retry can mend
 │   └── FoldDivergedError   a fold computed other bytes than those that stand on the log
@@ -17,6 +18,10 @@ class PipelineError(Exception):
 
 class RetryableError(PipelineError):
     """Try again later, with backoff, for longer than for an unknown error."""
+
+
+class PayloadGoneError(PipelineError):
+    """The run's store does not hold a payload that a message names."""
 
 
 class RefusedError(PipelineError):

@@ -10,6 +10,8 @@ import msgspec
 import structlog
 
 from broker.api import Broker, Record
+from broker.errors import PayloadMissingError
+from pipeline.errors import PayloadGoneError
 from schemas.errors import DecodeError
 from schemas.payload import INLINE, INLINE_LIMIT_BYTES, PayloadRef, check_payload, inline_ref
 from schemas.subjects import Topic
@@ -99,9 +101,18 @@ class RunPayloads:
         """The bytes of a reference, checked.
 
         Raises:
-            DigestError, PayloadMissingError.
+            PayloadGoneError: the store does not hold it.
+            DigestError: the bytes are not what was stored.
         """
         if ref.store == INLINE and ref.inline is not None:
             check_payload(ref, ref.inline)
             return ref.inline
-        return await self._store.get(ref)
+        try:
+            return await self._store.get(ref)
+        except PayloadMissingError as error:
+            raise PayloadGoneError(str(error)) from error
+
+    async def delete(self, ref: PayloadRef) -> None:
+        """Forget a stored payload that no message needs any more."""
+        if ref.store != INLINE:
+            await self._store.delete(ref.id)

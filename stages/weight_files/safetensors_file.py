@@ -5,10 +5,9 @@ The format: 8 bytes little-endian length, a JSON header name → {dtype, shape, 
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import msgspec
 import xxhash
@@ -18,6 +17,7 @@ from stages.ports import WeightsRefusedError
 
 FILE_NAME: Final = "model.safetensors"
 _MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
+_CHUNK_BYTES: Final = 4 * 1024 * 1024
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -33,47 +33,58 @@ def read_manifest(path: Path) -> WeightsManifest:
         WeightsRefusedError: the file is missing, truncated or no safetensors file.
     """
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            return _manifest(path, memoryview(view))
-    except (OSError, ValueError) as error:
+        with path.open("rb") as file:
+            return _manifest(path, file, path.stat().st_size)
+    except OSError as error:
         raise WeightsRefusedError(f"{path}: expected a safetensors file, found: {error}") from error
 
 
-def _manifest(path: Path, view: memoryview) -> WeightsManifest:
+def _manifest(path: Path, file: BinaryIO, size_bytes: int) -> WeightsManifest:
+    if size_bytes < 8:
+        raise WeightsRefusedError(f"{path}: truncated: {size_bytes} bytes, not even a header length")
+    header_bytes = int.from_bytes(file.read(8), "little")
+    start_of_data = 8 + header_bytes
+    if header_bytes > _MAX_HEADER_BYTES or start_of_data > size_bytes:
+        raise WeightsRefusedError(
+            f"{path}: truncated: the header takes {header_bytes} bytes, the file has {size_bytes}"
+        )
     try:
-        if len(view) < 8:
-            raise WeightsRefusedError(f"{path}: truncated: {len(view)} bytes, not even a header length")
-        header_bytes = int.from_bytes(view[:8], "little")
-        if header_bytes > _MAX_HEADER_BYTES or 8 + header_bytes > len(view):
+        header = msgspec.json.decode(file.read(header_bytes), type=dict[str, object])
+        header.pop("__metadata__", None)
+        entries: Mapping[str, _Entry] = msgspec.convert(header, dict[str, _Entry])
+    except msgspec.MsgspecError as error:
+        raise WeightsRefusedError(f"{path}: its header can't be read: {error}") from error
+    tensors: list[Tensor] = []
+    for name in sorted(entries):
+        entry = entries[name]
+        start, end = entry.data_offsets
+        if not 0 <= start <= end <= size_bytes - start_of_data:
             raise WeightsRefusedError(
-                f"{path}: truncated: the header takes {header_bytes} bytes, the file has {len(view)}"
+                f"{path}: truncated: tensor {name} ends at {end}, the data at {size_bytes - start_of_data}"
             )
-        try:
-            header: dict[str, object] = msgspec.json.decode(view[8 : 8 + header_bytes], type=dict[str, object])
-            header.pop("__metadata__", None)
-            entries: Mapping[str, _Entry] = msgspec.convert(header, dict[str, _Entry])
-        except msgspec.MsgspecError as error:
-            raise WeightsRefusedError(f"{path}: its header can't be read: {error}") from error
-        data = view[8 + header_bytes :]
-        tensors: list[Tensor] = []
-        for name in sorted(entries):
-            entry = entries[name]
-            start, end = entry.data_offsets
-            if not 0 <= start <= end <= len(data):
-                raise WeightsRefusedError(f"{path}: truncated: tensor {name} ends at {end}, the data at {len(data)}")
-            tensors.append(
-                Tensor(
-                    name=name,
-                    dtype=entry.dtype,
-                    shape=entry.shape,
-                    offset=start,
-                    size_bytes=end - start,
-                    xxh3=xxhash.xxh3_64_hexdigest(data[start:end]),
-                )
+        tensors.append(
+            Tensor(
+                name=name,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                offset=start,
+                size_bytes=end - start,
+                xxh3=_checksum(file, start_of_data + start, end - start),
             )
-        return WeightsManifest(tensors=tensors, total_bytes=len(view))
-    finally:
-        view.release()
+        )
+    return WeightsManifest(tensors=tensors, total_bytes=size_bytes)
+
+
+def _checksum(file: BinaryIO, start: int, size_bytes: int) -> str:
+    state = xxhash.xxh3_64()
+    file.seek(start)
+    while size_bytes > 0:
+        chunk = file.read(min(size_bytes, _CHUNK_BYTES))
+        if not chunk:
+            break
+        state.update(chunk)
+        size_bytes -= len(chunk)
+    return state.hexdigest()
 
 
 def weights_digest(manifest: WeightsManifest) -> str:

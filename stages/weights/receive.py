@@ -18,7 +18,9 @@ import anyio.to_thread
 import msgspec
 import structlog
 
+from pipeline.errors import PayloadGoneError
 from pipeline.metrics import Metrics
+from schemas.errors import DigestError
 from schemas.messages.training import WeightsLoaded, WeightsManifest, WeightsPublished
 from stages.ports import EngineUnavailableError, InferenceEngine, Payloads, SwapMode, WeightsRefusedError
 from stages.weight_files.safetensors_file import FILE_NAME, check_against, read_manifest
@@ -76,7 +78,7 @@ class Receiver:
             former = self._loaded
             if former is None or (former.digest, former.version) != (published.digest, published.version):
                 await self._engine.load_weights(folder, published.version, self._mode)
-        except (WeightsRefusedError, EngineUnavailableError) as error:
+        except (WeightsRefusedError, EngineUnavailableError, PayloadGoneError, DigestError) as error:
             self._metrics.labels["weights_error"] = str(error)[:300]
             log.error("weights were not loaded; the old version serves on", version=published.version, error=str(error))  # noqa: TRY400
             return False
