@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from broker.api import ConsumerSettings
+from ops.adapters import LogWeights
 from ops.config import assembly_settings, run_streams, sampling_settings
 from ops.streams import list_streams
 from ops.workers.arena import run_arena_launch
@@ -131,8 +132,10 @@ async def _weights(context: WorkerContext) -> None:
     stage = bind(
         broadcast_weights,
         payloads=context.payloads,
+        published=LogWeights(context.log),
         weights_dir=str(context.folder.weights),
         through_store=context.config.training.weights_through_store,
+        keep_versions=context.config.training.keep_weight_versions,
     )
     settings = RunnerSettings(consumer=ConsumerSettings(prefetch=2, ack_wait_s=30.0))
     runner = StageRunner(stage, context.broker, context.metrics("weights"), settings)
