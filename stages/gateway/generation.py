@@ -38,10 +38,11 @@ OnIds = Callable[[TokenIds], Awaitable[int | None]]
 class Sampled:
     """What was sampled so far for one answer."""
 
-    __slots__ = ("_ids", "_logprobs", "_versions", "fault", "finish", "num", "stopped_by_string")
+    __slots__ = ("_ids", "_joined", "_logprobs", "_versions", "fault", "finish", "num", "stopped_by_string")
 
     def __init__(self) -> None:
         self._ids: list[TokenIds] = []
+        self._joined: TokenIds | None = None
         self._logprobs: list[LogProbs] = []
         self._versions: list[tuple[int, int]] = []
         self.num = 0
@@ -57,12 +58,18 @@ class Sampled:
         whole = length == chunk.token_ids.size
         self._ids.append(chunk.token_ids if whole else chunk.token_ids[:length])
         self._logprobs.append(chunk.logprobs if whole else chunk.logprobs[:length])
-        self._versions.append((chunk.version, length))
+        if self._versions and self._versions[-1][0] == chunk.version:
+            self._versions[-1] = (chunk.version, self._versions[-1][1] + length)
+        else:
+            self._versions.append((chunk.version, length))
+        self._joined = None
         self.num += length
 
     def ids(self) -> TokenIds:
         """[C] int32."""
-        return np.concatenate(self._ids) if self._ids else np.empty(0, dtype=np.int32)
+        if self._joined is None:
+            self._joined = np.concatenate(self._ids) if self._ids else np.empty(0, dtype=np.int32)
+        return self._joined
 
     def logprobs(self) -> LogProbs:
         """[C] float32, all finite; what the engine did not give or gave as no number is 0 and `fault` says so."""

@@ -327,12 +327,10 @@ async def _while_connected(
     failures: list[Exception] = []
 
     async def attend() -> None:
-        while True:
-            with anyio.move_on_after(idle_s):
-                if (await receive())["type"] == "http.disconnect":
-                    break
-            if idle is not None:
-                await idle()
+        if idle is None:
+            await receive()
+        else:
+            await _idle_until_gone(receive, idle, idle_s)
         tasks.cancel_scope.cancel()
 
     async with anyio.create_task_group() as tasks:
@@ -349,6 +347,14 @@ async def _while_connected(
     if not results:
         raise ClientGoneError
     return results[0]
+
+
+async def _idle_until_gone(receive: Receive, idle: Callable[[], Awaitable[None]], idle_s: float) -> None:
+    while True:
+        with anyio.move_on_after(idle_s):
+            await receive()  # the body was read: all that comes is the disconnect
+            return
+        await idle()
 
 
 async def _send_json(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
