@@ -12,7 +12,6 @@ from schemas.messages.rollout import EpisodeEnded
 from schemas.messages.sampling import EpisodeRequested, GroupIssued
 from schemas.topics import EPISODE_REQUESTED, GROUP_ISSUED
 
-
 GROUP = GroupIssued(group="g", ordinal=0, stream="s", data_id="d", num_slots=1)
 
 
