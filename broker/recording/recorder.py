@@ -31,6 +31,8 @@ from schemas.topics import topic_named
 log = structlog.get_logger("headrace.recorder")
 
 _BLOCKS_AHEAD: Final = 4
+_HANDED_OVER_BYTES: Final = 4 * BLOCK_BYTES
+"""Enough at once that handing over to the writing thread costs little."""
 _FETCHES_AT_ONCE: Final = 16
 _FETCHED_BYTES: Final = 32 * 1024 * 1024
 """Payload bytes held in memory at once."""
@@ -145,7 +147,7 @@ class Recorder:
         self._pending.append(record)
         self._pending_bytes += len(record.data) + len(record.subject)
         self.figures.last_sequence = record.sequence
-        if self._pending_bytes >= BLOCK_BYTES:
+        if self._pending_bytes >= _HANDED_OVER_BYTES:
             await self._flush(send)
 
     async def _flush(self, send: MemoryObjectSendStream[list[Record]]) -> None:

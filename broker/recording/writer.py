@@ -7,14 +7,14 @@ a recorder goes on after the last sequence that stands in the file.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
 
 from broker.api import Record
-from broker.recording.blocks import PAYLOAD_BLOCK_BYTES, encode_messages, encode_payloads
+from broker.recording.blocks import BLOCK_BYTES, PAYLOAD_BLOCK_BYTES, encode_messages, encode_payloads
 from broker.recording.errors import NotARecordingError, RecordingError, WrongRunError
 from broker.recording.frames import PRELUDE_BYTES, FramePlace, Kind, encode_frame, prelude
 from broker.recording.header import Header, encode_header, read_header
@@ -75,19 +75,19 @@ class RecordingWriter:
             self._append(Kind.PAYLOADS, *encode_payloads(block))
 
     def write_messages(self, records: Sequence[Record], missing: Sequence[str] = ()) -> None:
-        """Append one block of messages, in the order of their sequences. What the file holds already is left out.
+        """Append messages in the order of their sequences, in blocks. What the file holds already is left out.
 
         Args:
             missing: ids of payloads they name that could not be had.
         """
         fresh = [record for record in records if record.sequence > self.last_sequence]
-        if not fresh:
-            return
-        self._append(Kind.MESSAGES, *encode_messages(fresh, missing))
-        self.last_sequence = fresh[-1].sequence
-        self.num_messages += len(fresh)
-        if self._offset >= self._rotate_bytes:
-            self._rotate()
+        for block in _blocks(fresh):
+            self._append(Kind.MESSAGES, *encode_messages(block, missing))
+            missing = ()
+            self.last_sequence = block[-1].sequence
+            self.num_messages += len(block)
+            if self._offset >= self._rotate_bytes:
+                self._rotate()
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""
@@ -175,6 +175,18 @@ class RecordingWriter:
             if name is names[-1]:
                 writer._resume(name, loaded)
         return writer
+
+
+def _blocks(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
+    """Cut where a block is full."""
+    start = size = 0
+    for number, record in enumerate(records):
+        size += len(record.data) + len(record.subject)
+        if size >= BLOCK_BYTES:
+            yield records[start : number + 1]
+            start, size = number + 1, 0
+    if start < len(records):
+        yield records[start:]
 
 
 def _has_header(path: Path) -> bool:

@@ -132,7 +132,7 @@ class Replay:
     async def _publish_all(self, line: Line) -> None:
         run, same = self._broker.run, self._same_run
         while True:
-            place = line.take() or await line.next()
+            place = await line.next()
             if place is None:
                 return
             # From here to the first wait inside `publish` nothing else runs, so publishes are sent in this order.

@@ -17,7 +17,7 @@ import msgspec
 
 from broker.api import Record
 
-_READ_AHEAD: Final = 512
+_READ_AHEAD: Final = 2048
 _FLYING_BYTES: Final = 16 * 1024 * 1024
 """Below what a connection lets fly, so that no publisher waits for room out of turn."""
 _LONGEST_SLEEP_S: Final = 0.5
@@ -53,7 +53,9 @@ class Line:
         self._pause: Final = pause
         self._due_s: Final = due_s
         self._ahead: Final[deque[Record]] = deque()
-        self._turn: Final = anyio.Lock(fast_acquire=True)
+        self._busy = False
+        self._changed = anyio.Event()
+        self._head_is_ready = False
         self._ended = False
         self._number = 0
         self._flying_bytes = 0
@@ -67,32 +69,59 @@ class Line:
 
     def take(self) -> Place | None:
         """The next record, if it can be had without any wait."""
-        if not self._ahead or self._turn.locked() or self._due_s is not None or self._is_pause_due():
+        if self._busy or not self._ahead:
             return None
         record = self._ahead[0]
-        if self._flying_bytes + len(record.data) > _FLYING_BYTES or self._needs_preparation(record):
+        if not self._head_is_ready and (
+            self._due_s is not None
+            or self._is_pause_due()
+            or self._flying_bytes + len(record.data) > _FLYING_BYTES
+            or self._needs_preparation(record)
+        ):
             return None
-        return self._hand_out(self._ahead.popleft())
+        self._head_is_ready = False
+        self._ahead.popleft()
+        place = Place(number=self._number, record=record)
+        self._number += 1
+        self._flying_bytes += len(record.data)
+        self._last = record
+        return place
 
     async def next(self) -> Place | None:
         """The next record, ready to be published; None at the end."""
-        async with self._turn:
-            if self._last is not None and self._is_pause_due():
-                last, self._last = self._last, None
-                await self._pause(last)
-            if not self._ahead and not self._ended:
-                self._ahead.extend(await anyio.to_thread.run_sync(self._read_some))
-            if not self._ahead:
-                self._ended = True
+        while (place := self.take()) is None:
+            if self._busy:
+                await self._changed.wait()
+                continue
+            if self._ended and not self._ahead:
                 return None
-            record = self._ahead.popleft()
-            await self._wait_until_due(record)
-            if self._needs_preparation(record):
-                await self._prepare(record)
-            while self._flying_bytes and self._flying_bytes + len(record.data) > _FLYING_BYTES:
-                self._freed = anyio.Event()
-                await self._freed.wait()
-            return self._hand_out(record)
+            # One publisher makes the head ready, the others wait for it together: no queue of hand-overs.
+            self._busy = True
+            self._changed = anyio.Event()
+            try:
+                await self._make_ready()
+            finally:
+                self._busy = False
+                self._changed.set()
+        return place
+
+    async def _make_ready(self) -> None:
+        if self._last is not None and self._is_pause_due():
+            last, self._last = self._last, None
+            await self._pause(last)
+        if not self._ahead:
+            self._ahead.extend(await anyio.to_thread.run_sync(self._read_some))
+            self._ended = not self._ahead
+        if not self._ahead:
+            return
+        record = self._ahead[0]
+        await self._wait_until_due(record)
+        if self._needs_preparation(record):
+            await self._prepare(record)
+        while self._flying_bytes and self._flying_bytes + len(record.data) > _FLYING_BYTES:
+            self._freed = anyio.Event()
+            await self._freed.wait()
+        self._head_is_ready = True
 
     def settle(self, place: Place, sequence: int) -> bool:
         """A record was stored at `sequence`; False if the order of the line was not kept."""
@@ -105,13 +134,6 @@ class Line:
             self._last_sequence = found
             self._checked += 1
         return True
-
-    def _hand_out(self, record: Record) -> Place:
-        place = Place(number=self._number, record=record)
-        self._number += 1
-        self._flying_bytes += len(record.data)
-        self._last = record
-        return place
 
     def _is_pause_due(self) -> bool:
         return self._last is not None and ".step.assembled." in self._last.subject

@@ -6,26 +6,26 @@ import random
 import tempfile
 
 import msgspec
-import numpy as np
 
 from broker.memory import MemoryBroker, MemoryServer
 from broker.recording import RecorderSettings
 from ops.config import assembly_settings, decode_config
 from ops.logtools.record import record_run
 from ops.logtools.stage_diffs import reward_settings
+from pipeline.errors import RefusedError
 from pipeline.fold import FoldRunner
 from pipeline.log import RunLog, RunPayloads
 from pipeline.metrics import Metrics
 from pipeline.retries import retries_of
+from pipeline.runner import describe
 from pipeline.sessions import SessionReader
 from schemas import arrays
 from schemas.messages import rollout as r
 from schemas.messages import sampling as s
 from schemas.messages import training as t
-from schemas.payload import run_ref
-from schemas.topics import EPISODE_ENDED
+from schemas.topics import EPISODE_ENDED, EPISODE_REQUESTED
 from stages.assembly.fold import AssemblyFold
-from stages.rewards.map_rewards import map_rewards
+from stages.rewards.map_rewards import gave_up, map_rewards
 from stages.training.loop import row_arrays
 from stages.training.standin import StandInBackend
 
@@ -141,16 +141,14 @@ class SyntheticRun:
             yield
             if kind == "missing":
                 return
-            calls = []
-            async for call in self._session(session):
-                calls.append(call)
+            async for _ in self._session(session):
                 yield
             if kind == "late":
                 while self._tick < 200 and not await self._is_closed(group):
                     await self._time_passes()
             failed = kind in ("retried", "rejected") and (kind == "rejected" or attempt + 1 < attempts)
             final = attempt + 1 == attempts
-            await self._end(group, slot, attempt, stream, data_id, session, failed, final, kind, calls)
+            await self._end(group, slot, attempt, stream, data_id, session, failed, final, kind)
             yield
 
     async def _is_closed(self, group):
@@ -195,7 +193,7 @@ class SyntheticRun:
             yield call
         await self.log.publish(r.SessionClosed(session=session, num_interactions=num_calls))
 
-    async def _end(self, group, slot, attempt, stream, data_id, session, failed, final, kind, calls):
+    async def _end(self, group, slot, attempt, stream, data_id, session, failed, final, kind):
         ended = r.EpisodeEnded(
             group=group,
             slot=slot,
@@ -221,18 +219,13 @@ class SyntheticRun:
                 payloads=self.payloads,
                 settings=reward_settings(self.config),
             )
-        except Exception as error:
-            from pipeline.runner import describe
-            from stages.rewards.map_rewards import gave_up
-
+        except RefusedError as error:
             trajectories = gave_up(ended, describe(error))
             await self._dead_letter("map_rewards", EPISODE_ENDED, ended, "refused", describe(error))
         for trajectory in trajectories:
             await self.log.publish(trajectory)
 
     async def _dead(self, stage, group, slot, attempt):
-        from schemas.topics import EPISODE_REQUESTED
-
         message = s.EpisodeRequested(group=group, slot=slot, attempt=attempt, stream="math", data_id="x")
         await self._dead_letter(stage, EPISODE_REQUESTED, message, "attempts", "RuntimeError: no route to the Arena")
 
@@ -306,11 +299,3 @@ class SyntheticRun:
 
     async def record(self, path, **options):
         return await record_run(self.broker, path, RecorderSettings(), follow=False, **options)
-
-
-def ones(count):
-    return np.ones(count)
-
-
-def ref_of(data):
-    return run_ref(data)
