@@ -13,12 +13,13 @@ import msgspec
 
 from broker.api import Broker
 from pipeline.log import RunLog
-from schemas.messages.rollout import EpisodeEnded, Trajectory
+from schemas.messages.rollout import EpisodeEnded, EpisodeLaunched, Trajectory
 from schemas.messages.sampling import DeadLetter, EpisodeRequested, GroupClosed, GroupIssued
 from schemas.messages.training import StepAssembled, StepTrained
 from schemas.topics import (
     DEAD_LETTER,
     EPISODE_ENDED,
+    EPISODE_LAUNCHED,
     EPISODE_REQUESTED,
     GROUP_CLOSED,
     GROUP_ISSUED,
@@ -30,6 +31,7 @@ from schemas.topics import (
 _TOPICS: Final = (
     GROUP_ISSUED,
     EPISODE_REQUESTED,
+    EPISODE_LAUNCHED,
     EPISODE_ENDED,
     TRAJECTORY_READY,
     GROUP_CLOSED,
@@ -84,6 +86,12 @@ class RunAccount(msgspec.Struct, frozen=True, kw_only=True):
     dropped_by_reason: dict[str, int] = {}
     classes: dict[str, int] = {}
     """Episode ends by class."""
+    groups_by_stream: dict[str, int] = {}
+    """Issued groups."""
+    extra_launches: int = 0
+    """Launches that were repeated with a new session, since the answer to one in flight was lost."""
+    registrations_left: int | None = None
+    """The run's registrations that still stand in the Arena at its end; None where nobody looked."""
     seconds: float = 0.0
 
 
@@ -114,12 +122,17 @@ class Account:
         self._rejected = 0
         self._dead = 0
         self._classes: Final[Counter[str]] = Counter()
+        self._streams: Final[Counter[str]] = Counter()
+        self._extra_launches = 0
 
     def take(self, message: msgspec.Struct) -> None:
         """One message of the log."""
         match message:
             case GroupIssued():
                 self._groups.setdefault(message.group, _Group(message.num_slots))
+                self._streams[message.stream] += 1
+            case EpisodeLaunched():
+                self._extra_launches += message.launch_try > 0
             case EpisodeRequested():
                 self._requested += 1
             case EpisodeEnded():
@@ -195,6 +208,8 @@ class Account:
             doubled=doubled,
             dropped_by_reason=dict(sorted(reasons.items())),
             classes=dict(sorted(self._classes.items())),
+            groups_by_stream=dict(sorted(self._streams.items())),
+            extra_launches=self._extra_launches,
             seconds=round(seconds, 3),
         )
 

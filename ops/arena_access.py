@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from ops.config import RunConfig
 from ops.run_folder import Endpoints
@@ -12,7 +13,7 @@ from stages.clients.arena.secret import secret_from
 LOCAL: str = "local"
 
 
-def arena_access(config: RunConfig, endpoints: Endpoints) -> ArenaAccess:
+def arena_access(config: RunConfig, endpoints: Endpoints, environ: Mapping[str, str] = os.environ) -> ArenaAccess:
     """Address and credentials (from the environment) of the run's Arena.
 
     Raises:
@@ -21,8 +22,8 @@ def arena_access(config: RunConfig, endpoints: Endpoints) -> ArenaAccess:
     arena = config.arena
     return ArenaAccess(
         base_url=(endpoints.arena_url if arena.url == LOCAL else arena.url).rstrip("/"),
-        token=secret_from(os.environ, arena.token_env),
-        llm_api_key=secret_from(os.environ, arena.llm_api_key_env),
+        token=secret_from(environ, arena.token_env),
+        llm_api_key=secret_from(environ, arena.llm_api_key_env),
         request_timeout_s=arena.request_timeout_s,
         registration_timeout_s=arena.registration_timeout_s,
         request_retries=arena.request_retries,

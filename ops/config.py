@@ -41,6 +41,9 @@ from stages.sampling.fold import SamplingSettings
 _DERIVED: Final = frozenset({"run", "groups_per_step", "slots_per_group", "max_staleness", "temperature"})
 
 
+_NEVER: Final = 2**31
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole config file."""
 
@@ -174,7 +177,8 @@ def assembly_settings(config: RunConfig) -> AssemblySettings:
             raise ConfigError(f"assembly.{key}: is decided by [run], [sampling] or [rollout]; set it there")
     check_keys(section, AssemblySettings, "assembly", leave_out=_DERIVED)
     tree = {
-        "groups_per_step": config.sampling.groups_per_step,
+        # Without training groups are closed and never make a step.
+        "groups_per_step": _NEVER if config.run.rollout_only else config.sampling.groups_per_step,
         "slots_per_group": config.sampling.slots_per_group,
         "max_staleness": staleness_bound(config),
         "temperature": config.rollout.temperature,
@@ -202,6 +206,7 @@ def sampling_settings(config: RunConfig) -> SamplingSettings:
         seed=config.run.seed if sampling.shuffle else None,
         group_deadline_s=sampling.group_deadline_s,
         tick_period_s=sampling.tick_period_s,
+        trains=not config.run.rollout_only,
     )
 
 

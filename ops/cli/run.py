@@ -26,6 +26,7 @@ def run(
     *,
     steps: int | None = None,
     from_run: str | None = None,
+    no_training: bool = False,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative=())] = None,
     json: bool = False,
     quiet: bool = False,
@@ -47,6 +48,9 @@ def run(
     from_run
         Train from the trajectories of this run (its folder, or its id on the same broker), which is only read; short for
         --set run.from_run=RUN.
+    no_training
+        Roll out, score and audit only: one epoch unless run.epochs or run.steps say otherwise; short for
+        --set run.rollout_only=true.
     set_
         Override one setting, a.b=value; may be repeated.
     json
@@ -58,6 +62,8 @@ def run(
     """
     set_up_logs(process="run", level=log_level)
     overrides = [*(set_ or []), *([] if steps is None else [f"run.steps={steps}"])]
+    if no_training:
+        overrides.append("run.rollout_only=true")
     if from_run is not None:
         overrides.append(f"run.from_run={msgspec.json.encode(from_run).decode()}")
     console = Console(stderr=True)

@@ -66,11 +66,11 @@ def run_processes(config: RunConfig, folder: RunFolder, environment: Mapping[str
             trainer_process(config, folder, environment),
         ]
     gateway_environment = {**environment, "OMP_NUM_THREADS": str(config.engine.threads)}
-    return [
+    workers = [
         worker_process("gateway", ("gateway",), folder, gateway_environment),
         worker_process("stages", LIGHT_STAGES, folder, environment),
-        trainer_process(config, folder, environment),
     ]
+    return workers if config.run.rollout_only else [*workers, trainer_process(config, folder, environment)]
 
 
 def run_environment(config: RunConfig, secrets: RunSecrets, *, local_arena: bool) -> dict[str, str]:

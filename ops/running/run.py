@@ -5,6 +5,7 @@ lock folder ─▶ check all ─▶ policy ─▶ NATS ─▶ run.started ─▶
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -24,13 +25,15 @@ from broker.settings import ConnectSettings
 from broker.topology import RunLimits
 from ops import VERSION
 from ops.accounts import RunAccount, account
-from ops.arena_access import LOCAL
+from ops.arena_access import LOCAL, arena_access
 from ops.config import RunConfig, fold_digest, staleness_bound
 from ops.local_arena import local_arena_config
 from ops.run_folder import Endpoints, RunFolder
 from ops.running.bridge import bridged
+from ops.running.disk import check_disk, watch_disk
 from ops.running.plan import arena_process, run_environment, run_processes
 from ops.running.progress import Progress
+from ops.running.rollouts import registrations_left, until_rolled_out
 from ops.running.source import check_source, find_source
 from ops.secrets import RunSecrets, run_secrets
 from ops.supervise.process import ProcessGivenUpError, ProcessSpec, RestartPolicy, python
@@ -39,6 +42,7 @@ from pipeline.log import RunLog
 from schemas.errors import ConfigError
 from schemas.messages.sampling import RunStarted
 from schemas.topics import RUN_STARTED
+from stages.clients.arena.client import ArenaAccess
 
 log = structlog.get_logger("headrace.run")
 
@@ -73,6 +77,7 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
         await check_source(source, config)
     folder = RunFolder(config.run.dir)
     folder.create()
+    check_disk(folder, config.run.min_free_disk_bytes)
     with folder.lock():
         folder.write_config(config)
         secrets = run_secrets(folder.path)
@@ -87,8 +92,17 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
                         progress = Progress(config)
                         tasks.start_soon(progress.follow, broker, on_progress)
                         async with bridged(source, broker, progress) as bridge:
+                            tasks.start_soon(watch_disk, folder, config.run.min_free_disk_bytes, supervisor.fail)
                             await _start_all(config, folder, secrets, endpoints, supervisor)
-                            await _until_done(supervisor, stopped, *([bridge.ended] if bridge else []))
+                            ends = [bridge.ended] if bridge else []
+                            if config.run.rollout_only:
+                                ends.append(rolled_out := anyio.Event())
+                                tasks.start_soon(until_rolled_out, broker, config, rolled_out)
+                            await _until_done(supervisor, stopped, *ends)
+                            await supervisor.stop(servers=not config.run.rollout_only)
+                        left = None
+                        if config.run.rollout_only:
+                            left = await registrations_left(broker, _arena_access(config, folder, secrets))
                             await supervisor.stop()
                         failure = bridge.failure if bridge else None
                         counted = await account(
@@ -96,6 +110,7 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
                             staleness_bound=staleness_bound(config),
                             seconds=time.monotonic() - started,
                         )
+                        counted = msgspec.structs.replace(counted, registrations_left=left)
                     failure = supervisor.failure or failure
             except ProcessGivenUpError as error:
                 failure = error
@@ -164,7 +179,14 @@ async def _nats(
             ),
         )
         return
-    server = EmbeddedServer(folder.nats, EmbeddedSettings(sync_interval="always" if broker.sync_always else "2m"))
+    server = EmbeddedServer(
+        folder.nats,
+        EmbeddedSettings(
+            binary=broker.server_binary,
+            port=broker.server_port,
+            sync_interval="always" if broker.sync_always else "2m",
+        ),
+    )
     await server.start()
     scope = anyio.CancelScope()
 
@@ -236,7 +258,9 @@ async def _announce_start(config: RunConfig, broker: Broker) -> None:
             config_digest=fingerprint,
             headrace_version=VERSION,
             steps=config.run.steps,
-            epochs=config.run.epochs,
+            epochs=1
+            if config.run.rollout_only and config.run.steps is None and not config.run.epochs
+            else config.run.epochs,
         )
     )
 
@@ -268,6 +292,13 @@ async def _start_arena(
     await supervisor.start(arena_process(folder, str(config_file), environment), on_ready=ready)
 
 
+def _arena_access(config: RunConfig, folder: RunFolder, secrets: RunSecrets) -> ArenaAccess:
+    """How this process asks the run's Arena."""
+    local = config.arena.url == LOCAL
+    environ = {**os.environ, **run_environment(config, secrets, local_arena=local)}
+    return arena_access(config, folder.read_endpoints(), environ)
+
+
 async def _until_done(supervisor: Supervisor, *others: anyio.Event) -> None:
     """Until the trainer has finished, a process is given up, or one of the other events comes (somebody stops the run)."""
     async with anyio.create_task_group() as tasks:
@@ -276,5 +307,6 @@ async def _until_done(supervisor: Supervisor, *others: anyio.Event) -> None:
             await event.wait()
             tasks.cancel_scope.cancel()
 
-        for event in (supervisor.processes["trainer"].finished, supervisor.failed, *others):
+        trainer = supervisor.processes.get("trainer")
+        for event in (*([trainer.finished] if trainer else []), supervisor.failed, *others):
             tasks.start_soon(end_when, event)

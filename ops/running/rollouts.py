@@ -1,0 +1,68 @@
+"""A run without training: when it is over, and what it left in the Arena."""
+
+from __future__ import annotations
+
+import anyio
+
+from broker.api import Broker
+from ops.config import RunConfig, sampling_settings
+from pipeline.log import RunLog
+from schemas.config_arena import ArenaRoute
+from schemas.messages.rollout import EpisodeLaunched
+from schemas.messages.sampling import GroupClosed, StreamListed
+from schemas.topics import EPISODE_LAUNCHED, GROUP_CLOSED, STREAM_LISTED
+from stages.clients.arena.client import ArenaAccess, open_arena
+
+_LOOK_S = 10.0
+"""How long the end of a run may take to look for registrations that were left."""
+_AT_ONCE = 16
+
+
+async def until_rolled_out(broker: Broker, config: RunConfig, done: anyio.Event) -> None:
+    """Set the event once every group that the run will issue is closed."""
+    streams = set(sampling_settings(config).streams)
+    listed: dict[str, int] = {}
+    closed: set[str] = set()
+    async with RunLog(broker).read([STREAM_LISTED, GROUP_CLOSED]) as entries:
+        async for entry in entries:
+            message = entry.message
+            if isinstance(message, StreamListed) and message.stream in streams:
+                listed.setdefault(message.stream, message.num_rows)
+            elif isinstance(message, GroupClosed) and not message.evaluation:
+                closed.add(message.group)
+            if len(listed) == len(streams) and len(closed) >= num_groups(config, sum(listed.values())):
+                done.set()
+                return
+
+
+def num_groups(config: RunConfig, union: int) -> int:
+    """Groups that a run without training issues: so many epochs, or so many steps' worth, whichever is less."""
+    epoch = config.sampling.epoch_size_groups or union
+    bounds = [config.run.epochs * epoch] if config.run.epochs is not None else []
+    if config.run.steps is not None:
+        bounds.append(config.run.steps * config.sampling.groups_per_step)
+    return min(bounds, default=epoch)
+
+
+async def registrations_left(broker: Broker, access: ArenaAccess) -> int | None:
+    """How many of the run's registrations still stand in the Arena; None where it can't be asked in time."""
+    names: set[str] = set()
+    async with RunLog(broker).read([EPISODE_LAUNCHED], follow=False) as entries:
+        async for entry in entries:
+            launched = entry.message
+            if isinstance(launched, EpisodeLaunched) and launched.route != ArenaRoute.DIRECT.value:
+                names.add(launched.model_name)
+    standing = 0
+    limiter = anyio.CapacityLimiter(_AT_ONCE)
+    with anyio.move_on_after(_LOOK_S):
+        async with open_arena(access) as arena, anyio.create_task_group() as tasks:
+
+            async def look(name: str) -> None:
+                nonlocal standing
+                async with limiter:
+                    standing += await arena.get_model(name) is not None
+
+            for name in names:
+                tasks.start_soon(look, name)
+        return standing
+    return None
