@@ -1,7 +1,7 @@
 """What became of everything that a run issued: an own scan of the log, independent of every fold.
 
 Each issued group ends in exactly one of trained / dropped(reason) / open. `open` needs a reason of its own: a slot that
-has not ended, or a closed group that waits for a step. Anything else is unexplained, and that is a bug.
+has not ended, a closed group that waits for a step, or an end that assembly has not read yet. Anything else is unexplained, and that is a bug.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from broker.api import Broker
 from pipeline.log import RunLog
 from schemas.messages.rollout import EpisodeEnded, EpisodeLaunched, Trajectory
 from schemas.messages.sampling import DeadLetter, EpisodeRequested, GroupClosed, GroupIssued
-from schemas.messages.training import StepAssembled, StepTrained
+from schemas.messages.training import FoldCheckpoint, StepAssembled, StepTrained
 from schemas.topics import (
     DEAD_LETTER,
     EPISODE_ENDED,
@@ -96,7 +96,7 @@ class RunAccount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Group:
-    __slots__ = ("closed", "dropped", "num_slots", "slots", "steps")
+    __slots__ = ("closed", "dropped", "last_sequence", "num_slots", "slots", "steps")
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -104,6 +104,8 @@ class _Group:
         self.closed: GroupClosed | None = None
         self.steps: list[int] = []
         self.dropped = ""
+        self.last_sequence = 0
+        """Where its latest trajectory stands."""
 
 
 class Account:
@@ -125,8 +127,8 @@ class Account:
         self._streams: Final[Counter[str]] = Counter()
         self._extra_launches = 0
 
-    def take(self, message: msgspec.Struct) -> None:
-        """One message of the log."""
+    def take(self, message: msgspec.Struct, sequence: int) -> None:
+        """One message of the log, with its place there."""
         match message:
             case GroupIssued():
                 self._groups.setdefault(message.group, _Group(message.num_slots))
@@ -142,6 +144,7 @@ class Account:
                 self._rejected += message.rejected
                 if (group := self._group(message.group)) is not None:
                     group.slots.add(message.slot)
+                    group.last_sequence = sequence
             case GroupClosed():
                 if (group := self._group(message.group)) is not None:
                     group.closed = message
@@ -171,8 +174,13 @@ class Account:
             if (group := self._group(dropped.group)) is not None:
                 group.dropped = dropped.reason
 
-    def result(self, *, seconds: float = 0.0) -> RunAccount:
-        """The account of everything taken so far."""
+    def result(self, *, folded_up_to: int, seconds: float = 0.0) -> RunAccount:
+        """The account of everything taken so far.
+
+        Args:
+            folded_up_to: sequence up to which assembly has read the log: what ended after it is open, since it will be
+                folded as soon as assembly goes on.
+        """
         trained = dropped = open_groups = doubled = 0
         unexplained = sorted(self._strangers)
         reasons: Counter[str] = Counter()
@@ -186,7 +194,7 @@ class Account:
             elif reason:
                 dropped += 1
                 reasons[reason.split(":", 1)[0]] += 1
-            elif group.closed is not None or len(group.slots) < group.num_slots:
+            elif group.closed is not None or len(group.slots) < group.num_slots or group.last_sequence > folded_up_to:
                 open_groups += 1
             else:
                 unexplained.append(name)
@@ -219,5 +227,7 @@ async def account(broker: Broker, *, staleness_bound: int | None, seconds: float
     collected = Account(broker.run, staleness_bound=staleness_bound)
     async with RunLog(broker).read(_TOPICS, follow=False) as entries:
         async for entry in entries:
-            collected.take(entry.message)
-    return collected.result(seconds=seconds)
+            collected.take(entry.message, entry.sequence)
+    found = await broker.load_state("fold.assembly")
+    folded_up_to = 0 if found is None else msgspec.msgpack.decode(found[0], type=FoldCheckpoint).sequence
+    return collected.result(folded_up_to=folded_up_to, seconds=seconds)

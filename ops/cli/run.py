@@ -82,7 +82,7 @@ _UVLOOP = {"use_uvloop": True}
 
 
 def _watched(loaded: RunConfig, console: Console) -> RunOutcome:
-    with Live(console=console, auto_refresh=False, transient=True) as live:
+    with Live(console=console, auto_refresh=False, screen=True) as live:
 
         def show(progress: Progress) -> None:
             live.update(draw(progress, width=console.width), refresh=True)
