@@ -92,6 +92,10 @@ class Route(Protocol):
         """Keep alive what a former process registered for a task that still runs."""
         ...
 
+    async def suspect(self, launched: EpisodeLaunched) -> None:
+        """Its harness failed without reaching the model: look at once whether what it goes through still stands."""
+        ...
+
     async def forget(self, launched: EpisodeLaunched) -> None:
         """Remove what a former try registered for itself alone; advisory."""
         ...

@@ -94,6 +94,10 @@ class SessionGatewayRoute:
         async with self._registrations.adopt(launched.model_name, endpoint, shared=endpoint is not None):
             yield
 
+    async def suspect(self, launched: EpisodeLaunched) -> None:
+        """Probe the shared registration, so that the episodes after it find it again."""
+        await self._registrations.suspect(launched.model_name)
+
     async def forget(self, launched: EpisodeLaunched) -> None:
         """The registration is shared: others use it."""
 
@@ -124,6 +128,9 @@ class EpisodeRoute:
         """Its key, the session's token, died with the worker that registered it: it can only be renewed."""
         async with self._registrations.adopt(launched.model_name, None):
             yield
+
+    async def suspect(self, launched: EpisodeLaunched) -> None:
+        """It goes with its episode."""
 
     async def forget(self, launched: EpisodeLaunched) -> None:
         """Nobody else uses it."""
@@ -158,6 +165,9 @@ class DirectRoute:
     @asynccontextmanager
     async def resume(self, launched: EpisodeLaunched) -> AsyncGenerator[None]:  # noqa: ARG002 - nothing is registered
         yield
+
+    async def suspect(self, launched: EpisodeLaunched) -> None:
+        """Nothing is registered."""
 
     async def forget(self, launched: EpisodeLaunched) -> None:
         """Nothing is registered."""

@@ -266,6 +266,8 @@ async def _close(
     launched: EpisodeLaunched, ports: _Ports, result: TaskResult | None, status: str, error: str
 ) -> TryEnd:
     closed = await ports.sessions.close(launched.session)
+    if status == "HARNESS_FAILED" and not closed.num_interactions:
+        await ports.route.suspect(launched)
     receipt: object = None
     path = ports.settings.arena.receipt_path
     if result is not None and status == "HARNESS_FAILED" and path:

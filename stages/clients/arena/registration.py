@@ -11,6 +11,7 @@ Names are a function of the run's label, so those of a killed worker are found a
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 
@@ -28,6 +29,8 @@ EPISODE_PREFIX = "stream-areal-episode-"
 _PROBES_AT_ONCE = 8
 _WARN_EVERY_PROBES = 10
 """A probe that goes on failing is told about once in so many."""
+_SUSPICION_S = 0.5
+"""Many episodes fail at once when a registration is collected; one probe answers them all."""
 _log = structlog.get_logger("headrace.registration")
 
 
@@ -60,6 +63,7 @@ class _Entry:
         self.standing = False
         self.may_stand = False
         self.failed_probes = 0
+        self.probed_s = -math.inf
         self.lock = anyio.Lock()
 
 
@@ -128,6 +132,13 @@ class Registrations:
         finally:
             await self._leave(entry, keep=shared)
 
+    async def suspect(self, name: str) -> None:
+        """Somebody failed as if this registration were missing: probe it now, unless that was done a moment ago."""
+        entry = self._entries.get(name)
+        if entry is None or not entry.users or anyio.current_time() - entry.probed_s < _SUSPICION_S:
+            return
+        await self._probe(entry)
+
     async def probe(self) -> None:
         """Renew all registrations in use; restore those that are confirmed missing."""
         limiter = anyio.CapacityLimiter(_PROBES_AT_ONCE)
@@ -194,6 +205,7 @@ class Registrations:
                 await self._delete(entry)
 
     async def _probe(self, entry: _Entry) -> None:
+        entry.probed_s = anyio.current_time()
         try:
             async with entry.lock:
                 if entry.standing and await self._client.renew_model(entry.name):

@@ -90,6 +90,9 @@ class World:
         self.events.append(f"resume {launched.model_name}")
         yield
 
+    async def suspect(self, launched) -> None:
+        self.events.append(f"suspect {launched.model_name}")
+
     async def forget(self, launched) -> None:
         self.events.append(f"forget {launched.model_name}")
 

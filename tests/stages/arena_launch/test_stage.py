@@ -149,6 +149,20 @@ async def test_a_receipt_is_asked_for_where_configured_and_one_that_can_not_be_r
     assert end.outcome is outcome
 
 
+@pytest.mark.parametrize(
+    ("status", "interactions", "suspected"),
+    [("HARNESS_FAILED", 0, True), ("HARNESS_FAILED", 1, False), ("TIMEOUT", 0, False)],
+)
+async def test_a_harness_that_failed_without_reaching_the_model_makes_its_registration_suspect(
+    world, answer, status, interactions, suspected
+) -> None:
+    world.results = [answer(status)]
+    world.closed = {"num_interactions": interactions}
+    (end,) = await world.run()
+    assert ("suspect stream-areal-x" in world.events) is suspected
+    assert (end.outcome is EpisodeClass.UNKNOWN) == (interactions == 0 or status == "HARNESS_FAILED")
+
+
 async def test_without_a_configured_path_no_receipt_is_asked_for(world, answer) -> None:
     world.results = [answer("HARNESS_FAILED")]
     world.receipts = [AssertionError("asked")]

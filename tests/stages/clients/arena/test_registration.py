@@ -80,6 +80,22 @@ async def test_a_collected_registration_in_use_is_restored_under_the_same_name(
         assert registrations.counts.registered == 2
 
 
+async def test_a_suspicion_restores_a_collected_registration_at_once_and_is_followed_once(
+    start_arena, open_client, endpoint
+) -> None:
+    client = await open_client(await start_arena())
+    async with open_registrations(client, SETTINGS, sleep=never) as registrations:
+        async with registrations.hold(NAME, endpoint, shared=True):
+            await client.delete_model(NAME)
+            await registrations.suspect(NAME)
+            assert await client.get_model(NAME) is not None
+            await client.delete_model(NAME)
+            await registrations.suspect(NAME)
+            assert await client.get_model(NAME) is None
+        await registrations.suspect("stream-areal-unknown")
+        assert registrations.counts.restored == 1
+
+
 async def test_a_registration_nobody_uses_is_not_probed(start_arena, open_client, endpoint) -> None:
     client = await open_client(await start_arena())
     async with open_registrations(client, SETTINGS, sleep=never) as registrations:
