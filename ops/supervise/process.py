@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import anyio
 import anyio.abc
@@ -147,18 +147,31 @@ class SupervisedProcess:
             )
             self._process = process
             try:
-                if process.stdout is not None:
-                    await self._wait_ready(process, process.stdout)
-                    async for chunk in process.stdout:
-                        sink.write(chunk)
-                        sink.flush()
-                else:
+                if process.stdout is None:
                     self.ready.set()
-                return await process.wait()
+                    return await process.wait()
+                await self._wait_ready(process, process.stdout)
+                return await self._wait_forwarding(process, process.stdout, sink)
             finally:
                 with anyio.CancelScope(shield=True):
                     _signal_group(process.pid, signal.SIGKILL)
                     await process.aclose()
+
+    async def _wait_forwarding(
+        self, process: anyio.abc.Process, stdout: anyio.abc.ByteReceiveStream, sink: BinaryIO
+    ) -> int:
+        """Copy its output to the log until it ends. Its children may hold the pipe open for longer: nobody waits for them."""
+        async with anyio.create_task_group() as tasks:
+
+            async def forward() -> None:
+                async for chunk in stdout:
+                    sink.write(chunk)
+                    sink.flush()
+
+            tasks.start_soon(forward)
+            code = await process.wait()
+            tasks.cancel_scope.cancel()
+        return code
 
     async def _wait_ready(self, process: anyio.abc.Process, stdout: anyio.abc.ByteReceiveStream) -> None:
         line = b""
