@@ -6,6 +6,7 @@ One at a time: a second save waits for the first. What can't be written is raise
 from __future__ import annotations
 
 import shutil
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -37,6 +38,8 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._latest: Position | None = None
+        # torch warns, in a thread of its own, whenever a checkpoint has one rank: process-wide is the only place to say it is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
     def save(self, state: dict[str, object], position: Position) -> None:
         """Start to write `state`; it may be changed as soon as this returns. Nothing where that checkpoint is being
@@ -53,16 +56,15 @@ class CheckpointWriter:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         self._ranks.barrier()
-        with checkpoints.single_process_is_meant():
-            written = cast(
-                "Future[object]",
-                async_save(
-                    state,
-                    storage_writer=FileSystemWriter(part, sync_files=True),
-                    process_group=self._group,
-                    no_dist=self._group is None,
-                ),
-            )
+        written = cast(
+            "Future[object]",
+            async_save(
+                state,
+                storage_writer=FileSystemWriter(part, sync_files=True),
+                process_group=self._group,
+                no_dist=self._group is None,
+            ),
+        )
         self._latest = position
         self._pending = self._thread.submit(self._finish, written, position)
         if not self._in_background:

@@ -6,9 +6,16 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stages.training.ranks import Ranks
+from stages.training.torch_backend import set_determinism
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -20,7 +27,7 @@ def nursery() -> Any:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.models.qwen3.modeling_qwen3", "backend_case"])
+    context.set_forkserver_preload(["torch", "transformers.models.qwen3.modeling_qwen3", "backend_case", "loop_case"])
     return context
 
 
@@ -31,7 +38,9 @@ def run_ranks(world_size: int, task: Callable[..., Any], *arguments: Any, store:
     pipes, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(theirs, rank, world_size, str(store), task, arguments), daemon=True)
+        process = context.Process(
+            target=_rank, args=(theirs, rank, world_size, str(store), task, arguments), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -56,14 +65,6 @@ def run_ranks(world_size: int, task: Callable[..., Any], *arguments: Any, store:
 def _rank(
     pipe: Connection, rank: int, world_size: int, store: str, task: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    from stages.training.ranks import Ranks
-    from stages.training.torch_backend import set_determinism
-
     try:
         set_determinism(seed=0, threads=1)
         dist.init_process_group(
@@ -75,7 +76,7 @@ def _rank(
         )
         value = task(Ranks(rank, world_size, torch.device("cpu")), *arguments)
         dist.destroy_process_group()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - told to the test, whatever it is
         pipe.send((False, traceback.format_exc()))
     else:
         pipe.send((True, value))
