@@ -26,7 +26,7 @@ from stages.gateway.protocols.messages import parse_messages
 from stages.gateway.protocols.messages_stream import MessagesExchange
 from stages.gateway.protocols.responses import parse_responses
 from stages.gateway.protocols.responses_stream import ResponsesExchange
-from stages.gateway.protocols.wire import Exchange, error_body, to_json
+from stages.gateway.protocols.wire import Exchange, check_density, error_body, to_json
 from stages.gateway.reading import (
     ClientGoneError,
     Receive,
@@ -171,6 +171,7 @@ class GatewayApp:
     def _parse(self, protocol: Protocol_, session: Session | None, body: bytes, cut: Cut | None) -> Exchange:
         limits, resumes = self._settings.limits, cut is not None
         read = body if cut is None else cut.body
+        check_density(read, limits)
         match protocol:
             case "chat_completions":
                 exchange: Exchange = parse_chat(read, limits, resumes=resumes)

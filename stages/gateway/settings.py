@@ -62,7 +62,8 @@ class RunSampling(msgspec.Struct, frozen=True, kw_only=True):
 class GatewayLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds that keep a hostile or broken client from hurting others."""
 
-    max_body_bytes: int = 32 * 1024 * 1024
+    max_body_bytes: int = 16 * 1024 * 1024
+    """A million tokens of conversation are about 5 MB."""
     max_header_bytes: int = 64 * 1024
     max_messages: int = 8192
     max_json_depth: int = 64

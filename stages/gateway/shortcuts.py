@@ -103,18 +103,21 @@ class Shortcuts:
         elements = _input.decode(read).input if call.protocol == "responses" else _messages.decode(read).messages
         removed = 0 if cut is None else cut.num_removed
         start = _offset(read, elements[0]) if cut is None else cut.shortcut.start
-        for element, later in ((elements[-1], 0), *(((elements[-2], call.num_last),) if len(elements) > 1 else ())):
+        hashed, hasher = 0, xxhash.xxh3_128()
+        for element, later in (*(((elements[-2], call.num_last),) if len(elements) > 1 else ()), (elements[-1], 0)):
             count = len(call.messages) - later
             if not call.skipped and not any(one.role == "assistant" for one in call.messages[:count]):
                 continue
             end = _offset(read, element) + memoryview(element).nbytes + removed
+            hasher.update(memoryview(body)[hashed:end])
+            hashed = end
             known = match.trail[count - 1] if count else call.known
             shortcut = Shortcut(
                 protocol=call.protocol,
                 start=start,
                 end=end,
                 tail=body[max(0, end - _TAIL) : end],
-                bytes_digest=_bytes_digest(body, end),
+                bytes_digest=hasher.digest(),
                 skipped=call.skipped + count,
                 known=known,
                 root=root_digest(call.tools),

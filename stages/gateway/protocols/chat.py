@@ -49,7 +49,7 @@ FINISH: Final = {"stop": "stop", "stop_string": "stop", "length": "length", "too
 
 
 class _Part(msgspec.Struct):
-    type: str = "text"
+    type: str
     text: str | None = None
     refusal: str | None = None
 

@@ -31,7 +31,7 @@ _NO_INPUT: Final = msgspec.Raw(b"{}")
 class Block(msgspec.Struct, omit_defaults=True):
     """A content block, whatever its type."""
 
-    type: str = "text"
+    type: str
     text: str | None = None
     thinking: str | None = None
     signature: str | None = None
@@ -127,7 +127,7 @@ def _system(system: str | list[Block] | None) -> tuple[str, ...]:
 
 
 def _messages(message: _Message) -> Iterator[Message]:
-    blocks = [Block(text=message.content)] if isinstance(message.content, str) else message.content or []
+    blocks = [Block(type="text", text=message.content)] if isinstance(message.content, str) else message.content or []
     match message.role:
         case "assistant":
             yield _assistant(blocks)

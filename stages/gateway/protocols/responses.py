@@ -53,7 +53,7 @@ class ToolName(msgspec.Struct, frozen=True):
 
 
 class _Part(msgspec.Struct):
-    type: str = "input_text"
+    type: str
     text: str | None = None
     refusal: str | None = None
 
