@@ -90,7 +90,7 @@ def write(
         part.mkdir(parents=True)
     ranks.barrier()
     writer = FileSystemWriter(part, sync_files=True)
-    with single_process_is_meant():
+    with single_process_is_meant(), ranks.collective("the checkpoint's save"):
         save(state, storage_writer=writer, no_dist=ranks.world_size == 1)
     ranks.barrier()
     target = seal(root, position, ranks.world_size) if ranks.rank == 0 else root / folder_name(position)

@@ -76,6 +76,15 @@ class Ranks:
                 summed[name] = (before[0] + total, before[1] + count)
         return summed
 
+    def agreed(self, value: int) -> int:
+        """Rank 0's value, on every rank."""
+        if self.world_size == 1:
+            return value
+        box = torch.tensor([value], dtype=torch.int64, device=self.device)
+        with self.collective("broadcast of rank 0's value"):
+            dist.broadcast(box, src=0)
+        return int(box)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:

@@ -193,7 +193,7 @@ class StepBackend:
         """Weights, optimizer, critic, RNG and position; written in the background where that is set."""
         position = Position(
             step=step,
-            generation=generation,
+            generation=self._ranks.agreed(generation),  # the lease is rank 0's: the others don't know its generation
             num_updates=self._num_updates,
             settings_hash=self._settings_hash(),
             resumed_step=self._resumed_step,

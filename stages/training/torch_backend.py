@@ -143,7 +143,7 @@ class TorchBackend:
             self._state(),
             self._ranks,
             step=step,
-            generation=generation,
+            generation=self._ranks.agreed(generation),  # the lease is rank 0's: the others don't know its generation
             num_updates=self._num_updates,
             settings_hash=self._settings_hash(),
         )

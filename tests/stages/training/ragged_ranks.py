@@ -71,6 +71,16 @@ def train_with(plan: MicroBatches, num_loss_tokens: Sequence[int], folder: Path)
             torch.save((stats["step_loss"], stats["grad_norm"], seen[0]), folder / f"of-{ranks.world_size}.pt")
 
 
+def save_with_rank_0s_lease(folder: Path) -> None:
+    """One rank of a trainer that checkpoints: only rank 0 knows the lease's generation."""
+    with process_group(timeout_s=60.0) as ranks:
+        trainer = backend(folder, ranks)
+        manifest, rows = step_of(1)
+        trainer.train(manifest, {index: rows[index] for index in trainer.rows_needed(manifest)})
+        trainer.save_checkpoint(1, 7 if ranks.rank == 0 else 0)
+        trainer.close()
+
+
 def lose_a_rank(how: str, timeout_s: float, folder: Path) -> None:
     """One rank of a group whose rank 1 dies, or stands still, after the first step."""
     with process_group(timeout_s=timeout_s) as ranks:

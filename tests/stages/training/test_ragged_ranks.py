@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from ragged_ranks import end_ranks, lose_a_rank, start_ranks, step_with_lengths, train_over
-from training_case import SPEC
+from ragged_ranks import end_ranks, lose_a_rank, save_with_rank_0s_lease, start_ranks, step_with_lengths, train_over
+from training_case import SPEC, backend
 
 from stages.assembly.partition import PartitionSettings, _pack, partition_manifest
 from stages.policy.tiny import make_policy_folder
+from stages.training.ranks import single_rank
 
 
 @pytest.fixture
@@ -55,6 +56,14 @@ def test_verl_6176_a_rank_that_could_end_sooner_makes_as_many_micro_batches(fold
     plan = [[micro_batches] for micro_batches in _pack(dealt, lengths, settings)]
     assert [len(rank[0]) for rank in plan] == [3, 3]
     check_against_one_process(plan, num_loss_tokens, folder)  # the mean over all 280 trained tokens
+
+
+def test_a_checkpoint_has_every_rank_s_part_though_only_rank_0_holds_the_lease(folder):
+    assert end_ranks(start_ranks(2, save_with_rank_0s_lease, folder), deadline_s=90.0) == [0, 0]
+    (found,) = (folder / "checkpoints").iterdir()
+    assert found.name == "step-0000001-g7"
+    assert {path.name for path in found.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    assert backend(folder, single_rank()).resume() == 1
 
 
 @pytest.mark.parametrize(("how", "timeout_s"), [("killed", 20.0), ("stopped", 2.0)])
