@@ -8,7 +8,7 @@ It must not know stages or commands.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Final
 
 import anyio
@@ -21,7 +21,14 @@ from broker.api import Broker, Record
 from broker.errors import PayloadMissingError
 from broker.recording.blocks import BLOCK_BYTES, topic_and_entity
 from broker.recording.redaction import Redactor, Rule
-from broker.recording.references import NamedPayload, is_wanted, may_name_payloads, named_in, named_in_payload
+from broker.recording.references import (
+    TOPICS_WITH_PAYLOADS,
+    NamedPayload,
+    is_wanted,
+    may_name_payloads,
+    named_in,
+    named_in_payload,
+)
 from broker.recording.writer import RecordingWriter
 from schemas.errors import DecodeError, DigestError
 from schemas.payload import PayloadRef
@@ -125,14 +132,12 @@ class Recorder:
 
             reading.start_soon(end_when_stopped)
             async with self._broker.read(self._filters(), after_sequence=self._last_read()) as records:
-                async for record in records:
-                    await self._take(record, send)
+                await self._take(records, send)
         await self._read_to_end(send)
 
     async def _read_to_end(self, send: MemoryObjectSendStream[list[Record]]) -> None:
         async with self._broker.read(self._filters(), after_sequence=self._last_read(), follow=False) as records:
-            async for record in records:
-                await self._take(record, send)
+            await self._take(records, send)
 
     def _filters(self) -> list[str]:
         return list(self._settings.filters) or [f"{PREFIX}.{self._broker.run}.>"]
@@ -140,15 +145,17 @@ class Recorder:
     def _last_read(self) -> int:
         return self.figures.last_sequence
 
-    async def _take(self, record: Record, send: MemoryObjectSendStream[list[Record]]) -> None:
-        # Added before any wait: a reader that is cancelled here has its record in the pending block.
-        if not self._pending:
-            self._pending_since = anyio.current_time()
-        self._pending.append(record)
-        self._pending_bytes += len(record.data) + len(record.subject)
-        self.figures.last_sequence = record.sequence
-        if self._pending_bytes >= _HANDED_OVER_BYTES:
-            await self._flush(send)
+    async def _take(self, records: AsyncIterator[Record], send: MemoryObjectSendStream[list[Record]]) -> None:
+        # Added before any wait: a reader that is cancelled has its last record in the pending block.
+        figures = self.figures
+        async for record in records:
+            if not self._pending:
+                self._pending_since = anyio.current_time()
+            self._pending.append(record)
+            self._pending_bytes += len(record.data)
+            figures.last_sequence = record.sequence
+            if self._pending_bytes >= _HANDED_OVER_BYTES:
+                await self._flush(send)
 
     async def _flush(self, send: MemoryObjectSendStream[list[Record]]) -> None:
         if self._pending:
@@ -190,11 +197,12 @@ class Recorder:
         """Those messages of a block that must be looked into, by their number in it."""
         found: dict[int, tuple[Topic[msgspec.Struct], msgspec.Struct]] = {}
         for number, record in enumerate(block):
-            name = topic_and_entity(record.subject)[0]
-            if not (may_name_payloads(name, record.data) or (redactor is not None and redactor.concerns(name))):
+            if redactor is None and not may_name_payloads(record.data):
                 continue
+            name = topic_and_entity(record.subject)[0]
             topic = topic_named(name)
-            if topic is None:
+            wanted = name in TOPICS_WITH_PAYLOADS or (redactor is not None and redactor.concerns(name))
+            if topic is None or not wanted:
                 continue
             try:
                 found[number] = (topic, topic.decode(record.data))

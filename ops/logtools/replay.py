@@ -154,7 +154,7 @@ class Replay:
             self.figures.last_recorded_sequence = max(self.figures.last_recorded_sequence, record.sequence)
 
     def _names_payloads(self, record: Record) -> bool:
-        return self._settings.payloads and may_name_payloads(topic_and_entity(record.subject)[0], record.data)
+        return self._settings.payloads and may_name_payloads(record.data)
 
     async def _store_payloads(self, record: Record) -> None:
         topic = decoded_topic(record.subject)
