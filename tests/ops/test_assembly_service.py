@@ -89,6 +89,20 @@ async def test_without_a_new_start_a_stalled_run_stays_ended(tmp_path):
         assert raised.group_contains(StalledError)
 
 
+async def test_figures_of_the_latest_step_and_of_each_stream_are_in_the_workers_report(tmp_path):
+    context = context_of(MemoryServer(), tmp_path)
+    await publish_group(context.log, 0, [1.0, 0.0])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run_service, "assembly", context)
+        with anyio.fail_after(20):
+            async with RunLog(context.broker).read([STEP_ASSEMBLED]) as entries:
+                await anext(aiter(entries))
+        context.drain()
+    gauges = context._metrics[0].report().gauges
+    assert (gauges["reward_mean"], gauges["words.reward_mean"], gauges["words.usable_slots"]) == (0.5, 0.5, 2)
+    assert gauges["folded_sequence"] >= 3
+
+
 async def test_a_run_from_another_makes_no_ticks_of_its_own(tmp_path):
     server = MemoryServer()
     context = context_of(server, tmp_path, from_run="another")
