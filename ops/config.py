@@ -132,6 +132,8 @@ def check_config(config: RunConfig) -> None:
     _one_of("training.balance", config.training.balance, tuple(RankBalance))
     _one_of("training.packing", config.training.packing, tuple(MicroBatchPacking))
     _one_of("training.overlong_rows", config.training.overlong_rows, tuple(OverlongRows))
+    if config.run.from_run and config.run.rollout_only:
+        raise ConfigError("run.from_run trains from another run's rollouts, run.rollout_only trains nothing: keep one")
     if config.run.from_run and config.loss.get("proximal") == "loglinear":
         raise ConfigError(
             "loss.proximal = loglinear interpolates between this run's weight versions; rows of another run (run.from_run) "

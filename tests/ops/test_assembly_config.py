@@ -170,6 +170,11 @@ def test_rows_of_another_run_have_a_bound_of_their_own(tmp_path):
     assert assembly_settings(bounded).max_staleness == 2
 
 
+def test_a_run_from_another_trains(tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.rollout_only trains nothing"):
+        config(tmp_path, "", "run.from_run=a", "run.rollout_only=true")
+
+
 def test_versions_of_another_run_can_t_be_interpolated(tmp_path):
     with pytest.raises(ConfigError, match=r"loss\.proximal = loglinear"):
         config(tmp_path, '[loss]\nproximal = "loglinear"\n', "run.from_run=a")
