@@ -95,6 +95,7 @@ class Gateway:
         self.counts: Final = Counts()
         self.tokenizer: Final = tokenizer
         self._engine = engine
+        self._clock = clock
         self._renderer = PromptRenderer(tokenizer, settings.tool_schemas)
         self._preprocessors = tuple(preprocessors)
         self.reads_whole: Final = bool(self._preprocessors)
@@ -174,6 +175,7 @@ class Gateway:
                 yield scope
             finally:
                 session.running.discard(scope)
+                session.last_used_s = self._clock()
 
     def _turn(self) -> anyio.CapacityLimiter:
         limits = self.settings.limits

@@ -11,6 +11,7 @@ fast:    answer ─▶ [session lock: number ─▶ forest ─▶ backlog] ─�
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, NoReturn
 
 import anyio
@@ -85,15 +86,25 @@ class Writer:
             await self._stored.wait()
 
     async def _drain_lane(self, entries: MemoryObjectReceiveStream[_Entry]) -> None:
-        async for session, data, build, ordinal in entries:
-            try:
-                # After a call that could not be stored, later ones of the session would leave a gap.
-                if ordinal == session.num_recorded:
-                    await self._store(session, data, build, ordinal)
-            except (UnavailableError, SessionEndedError) as error:
-                session.fail(str(error))
-            finally:
-                self._settle(session)
+        try:
+            async for entry in entries:
+                await self._store_late(entry)
+        finally:
+            # A gateway that is stopped, not killed, loses nothing.
+            with anyio.move_on_after(self._limits.record_deadline_s, shield=True), suppress(anyio.WouldBlock):
+                while True:
+                    await self._store_late(entries.receive_nowait())
+
+    async def _store_late(self, entry: _Entry) -> None:
+        session, data, build, ordinal = entry
+        try:
+            # After a call that could not be stored, later ones of the session would leave a gap.
+            if ordinal == session.num_recorded:
+                await self._store(session, data, build, ordinal)
+        except (UnavailableError, SessionEndedError) as error:
+            session.fail(str(error))
+        finally:
+            self._settle(session)
 
     def _settle(self, session: Session) -> None:
         left = self._pending[session.id] - 1

@@ -152,6 +152,21 @@ async def test_codex_finishes_an_edit(tmp_path):
     await assert_trained_as_sampled(home, "cx", answers)
 
 
+async def test_codex_stops_when_its_session_is_over(tmp_path):
+    binary = installed("codex/node_modules/.bin/codex")
+    work = workspace(tmp_path)
+    home = house(FakeEngine(["never"]))
+    ticket = await home.gateway.open_session("cx")
+    await home.gateway.close_session("cx")
+    async with served(home) as url:
+        codex_config(tmp_path / "home" / ".codex", url)
+        command = [binary, "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "x"]
+        with pytest.raises(AssertionError, match="session cx has ended"):
+            await run(command, work, {"GW_KEY": ticket.token})
+    assert home.engine.requests == []
+    assert home.gateway.sessions.late_calls == 1
+
+
 async def test_mini_swe_agent_finishes_an_edit(tmp_path):
     binary = installed("mini/bin/mini")
     work = workspace(tmp_path)

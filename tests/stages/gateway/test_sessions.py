@@ -213,6 +213,20 @@ async def test_fast_stores_behind_the_answer_and_all_of_it_before_the_close():
     assert len(home.recorder.interactions("s")) == 3
 
 
+async def test_fast_stores_its_backlog_when_the_gateway_is_stopped():
+    home = house(recording=Recording.FAST)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(home.gateway.run)
+        ticket = await home.gateway.open_session("s")
+        home.recorder.gate = anyio.Event()
+        for _ in range(20):
+            await ask(home, ticket.token)
+        assert home.recorder.interactions("s") == []
+        tasks.cancel_scope.cancel()
+        home.recorder.gate.set()
+    assert len(home.recorder.interactions("s")) == 20
+
+
 async def test_a_session_goes_on_at_another_gateway_with_its_exact_tokens():
     recorder, payloads = MemoryRecorder(), MemoryPayloads()
     first = house(FakeEngine(["<think>\nhm\n</think>\n\nOne."]), recorder=recorder, payloads=payloads)
@@ -304,10 +318,13 @@ async def test_a_session_of_a_dead_peer_is_taken_over():
 async def test_idle_sessions_are_closed_and_marked():
     now = [0.0]
     home = house(clock=lambda: now[0], limits=GatewayLimits(idle_expiry_s=60))
-    await home.gateway.open_session("s")
+    ticket = await home.gateway.open_session("s")
     now[0] = 59
     assert await home.gateway.sessions.expire() == []
-    now[0] = 61
+    await ask(home, ticket.token)
+    now[0] = 118
+    assert await home.gateway.sessions.expire() == []
+    now[0] = 120
     (closed,) = await home.gateway.sessions.expire()
     assert closed.session == "s"
     assert "idle" in closed.system_error
@@ -348,7 +365,7 @@ async def test_a_failure_inside_a_stream_is_told_in_the_stream():
     class Dying(FakeEngine):
         """Gives half an answer, is silent for a while, dies."""
 
-        async def generate(self, request):  # noqa: ARG002 - the port's signature
+        async def generate(self, request):
             yield chunk_of(TOKENIZER.encode("half"))
             for _ in range(20):
                 await anyio.lowlevel.checkpoint()
@@ -480,7 +497,7 @@ class Credit:
         self.left = 2
         self.ended: list[tuple] = []
 
-    async def admit(self, session):  # noqa: ARG002 - the port's signature
+    async def admit(self, session):
         self.left -= 1
         return 5 if self.left >= 0 else None
 
