@@ -11,7 +11,7 @@ import anyio
 
 from schemas.messages.rollout import SessionClosed, SessionOpened
 from stages.gateway.errors import BusyError, SessionEndedError, UnauthorizedError, UnavailableError
-from stages.gateway.ports import Clock, Peers, Recorder, RecorderError
+from stages.gateway.ports import Clock, Peers, RecordConflictError, Recorder, RecorderError
 from stages.gateway.recording import rebuild_forest
 from stages.gateway.session import Session, SessionTicket, check_session_id, new_token, session_of, token_digest
 from stages.gateway.settings import GatewaySettings, Recording
@@ -90,15 +90,16 @@ class SessionBook:
             async with session.recording:
                 if session.closed is None:
                     await self._writer.flush(session)
-                    session.closed = SessionClosed(
-                        session=session_id,
-                        num_interactions=session.num_recorded,
-                        context_overflow=session.context_overflow,
-                        system_error=session.system_error,
-                        late_drops=session.late_drops,
-                        lossy=self._settings.recording is Recording.FAST,
+                    session.closed = await self._record_end(
+                        SessionClosed(
+                            session=session_id,
+                            num_interactions=session.num_recorded,
+                            context_overflow=session.context_overflow,
+                            system_error=session.system_error,
+                            late_drops=session.late_drops,
+                            lossy=self._settings.recording is Recording.FAST,
+                        )
                     )
-                    await self._recorder.record(session.closed)
             self._forget(session)
             return session.closed
         raise AssertionError  # the deadline's context never swallows
@@ -170,10 +171,20 @@ class SessionBook:
         if stands is not None:
             return stands
         records = await self._recorder.read_session(session_id)
-        closed = SessionClosed(session=session_id, num_interactions=len(records))
-        await self._recorder.record(closed)
+        closed = await self._record_end(SessionClosed(session=session_id, num_interactions=len(records)))
         for opening in await self._recorder.read_openings(session_id):
             self._remember_end(opening.token_digest, session_id)
+        return closed
+
+    async def _record_end(self, closed: SessionClosed) -> SessionClosed:
+        """Store a session's end; if another gateway ended it first, its message holds."""
+        try:
+            await self._recorder.record(closed)
+        except RecordConflictError:
+            stands = await self._recorder.read_closing(closed.session)
+            if stands is None:
+                raise
+            return stands
         return closed
 
     async def _announce(self, session: Session) -> None:

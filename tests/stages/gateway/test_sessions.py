@@ -272,6 +272,16 @@ async def test_another_gateway_closes_what_a_dead_one_left():
     assert (await second.gateway.close_session("never-opened")).num_interactions == 0
 
 
+async def test_the_first_end_of_a_session_holds_for_every_gateway():
+    recorder = MemoryRecorder()
+    first = house(recorder=recorder)
+    ticket = await first.gateway.open_session("s")
+    await ask(first, ticket.token)
+    first.gateway.sessions.named("s").fail("seen by the first alone")
+    ended = await house(recorder=recorder, name="gw-2").gateway.close_session("s")
+    assert await first.gateway.close_session("s") == ended
+
+
 class OnePeer:
     """Another gateway in the same process."""
 
