@@ -129,8 +129,10 @@ async def test_nothing_survives_an_arena_however_it_ends(start_process, tmp_path
     await arena.launch()
     await _started(marker)
     async with asyncio.timeout(20):
-        while sum(p.name() == "sleep" for p in (family := _descendants(arena.process.pid))) < 2:
+        family = _descendants(arena.process.pid)
+        while sum(p.name() == "sleep" for p in family) < 2:
             await asyncio.sleep(0.02)
+            family = _descendants(arena.process.pid)
     arena.process.send_signal(how)
     async with asyncio.timeout(10):
         code = await arena.process.wait()
