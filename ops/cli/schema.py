@@ -5,10 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from typing import Annotated
-
-from cyclopts import Parameter
-
 from ops.cli.failing import plain_errors
 from ops.logtools.message_docs import markdown as messages_markdown
 from ops.logtools.message_docs import schema_document
@@ -16,9 +12,7 @@ from schemas.errors import ConfigError
 from schemas.topics import TOPICS, topic_named
 
 
-def schema(
-    topic: str | None = None, /, *, markdown: Annotated[bool, Parameter(help="docs/messages.md instead.")] = False
-) -> int:
+def schema(topic: str | None = None, /, *, markdown: bool = False) -> int:
     """Every message as JSON Schema, with its subject and headers: for publishing from any NATS client.
 
     Examples:
@@ -29,7 +23,9 @@ def schema(
     Parameters
     ----------
     topic
-        Only this one.
+        Only this one, such as prompt.published; all of them when left out.
+    markdown
+        The document for people, docs/messages.md, instead.
     """
     if markdown:
         sys.stdout.write(messages_markdown())

@@ -1,3 +1,5 @@
+from contextlib import asynccontextmanager
+
 import anyio
 import pytest
 
@@ -31,7 +33,7 @@ def issued(ordinal=1):
     return GroupIssued(group=f"g{ordinal:07d}", ordinal=ordinal, stream="s", data_id="d", num_slots=1)
 
 
-@pytest.fixture
+@asynccontextmanager
 async def scene():
     """A broker, and a running stage that refuses everything until its switch is mended."""
     broker, switch = MemoryBroker(MemoryServer(), "r"), Switch()
@@ -59,66 +61,69 @@ async def state_of(broker, name, state):
     return found if found.state is state else None
 
 
-async def test_a_letter_says_who_gave_what_up_and_why(scene):
-    broker, _ = scene
-    letter = await given_up(broker)
-    assert (letter.id, letter.topic, letter.key) == ("picky:1", "group.issued", ["g0000001"])
-    assert letter.error == "RefusedError: not today"
-    shown = content(letter)
-    assert shown["message"]["group"] == "g0000001"
+async def test_a_letter_says_who_gave_what_up_and_why():
+    async with scene() as (broker, _):
+        letter = await given_up(broker)
+        assert (letter.id, letter.topic, letter.key) == ("picky:1", "group.issued", ["g0000001"])
+        assert letter.error == "RefusedError: not today"
+        shown = content(letter)
+        assert shown["message"]["group"] == "g0000001"
 
 
-async def test_a_retry_is_handled_by_its_stage_again(scene):
-    broker, switch = scene
-    letter = await given_up(broker)
-    switch.broken = False
-    sent = await retry(broker, letter)
-    assert sent.attempt == 1
-    await until(lambda: RunLog(broker).find(RUN_CONTROL, "g0000001"))
-    await until(lambda: state_of(broker, letter.id, LetterState.HANDLED))
-    assert await letters(LiveSource(broker)) == []
+async def test_a_retry_is_handled_by_its_stage_again():
+    async with scene() as (broker, switch):
+        letter = await given_up(broker)
+        switch.broken = False
+        sent = await retry(broker, letter)
+        assert sent.attempt == 1
+        await until(lambda: RunLog(broker).find(RUN_CONTROL, "g0000001"))
+        await until(lambda: state_of(broker, letter.id, LetterState.HANDLED))
+        assert await letters(LiveSource(broker)) == []
 
 
-async def test_a_retry_that_fails_again_gives_a_new_letter(scene):
-    broker, _ = scene
-    letter = await given_up(broker)
-    await retry(broker, letter)
-    await until(lambda: state_of(broker, letter.id, LetterState.FAILED_AGAIN))
-    (newer,) = await letters(LiveSource(broker))
-    assert newer.subject == letter.subject
-    assert newer.sequence > letter.sequence
-    assert newer.letter.data == letter.letter.data
+async def test_a_retry_that_fails_again_gives_a_new_letter():
+    async with scene() as (broker, _):
+        letter = await given_up(broker)
+        await retry(broker, letter)
+        await until(lambda: state_of(broker, letter.id, LetterState.FAILED_AGAIN))
+        (newer,) = await letters(LiveSource(broker))
+        assert newer.subject == letter.subject
+        assert newer.sequence > letter.sequence
+        assert newer.letter.data == letter.letter.data
 
 
-async def test_a_mended_message_is_handled_in_its_place(scene):
-    broker, switch = scene
-    letter = await given_up(broker)
-    switch.broken = False
-    await retry(broker, letter, mended=GROUP_ISSUED.encode(issued(ordinal=7)))
-    await until(lambda: RunLog(broker).find(RUN_CONTROL, "g0000007"))
-    with pytest.raises(DecodeError):
-        await retry(broker, letter, mended=b"\xc1")
+async def test_a_mended_message_is_handled_in_its_place():
+    async with scene() as (broker, switch):
+        letter = await given_up(broker)
+        switch.broken = False
+        await retry(broker, letter, mended=GROUP_ISSUED.encode(issued(ordinal=7)))
+        await until(lambda: RunLog(broker).find(RUN_CONTROL, "g0000007"))
+        with pytest.raises(DecodeError):
+            await retry(broker, letter, mended=b"\xc1")
 
 
-async def test_two_retries_have_numbers_of_their_own(scene):
-    broker, _ = scene
-    letter = await given_up(broker)
-    assert [(await retry(broker, letter)).attempt for _ in range(2)] == [1, 2]
+async def test_two_retries_have_numbers_of_their_own():
+    async with scene() as (broker, _):
+        letter = await given_up(broker)
+        assert (await retry(broker, letter)).attempt == 1
+        assert (await retry(broker, letter)).attempt == 1, "what another person asked for at the same time is one retry"
+        again = await find_letter(LiveSource(broker), letter.id)
+        assert (await retry(broker, again)).attempt == 2
 
 
-async def test_a_dropped_letter_leaves_the_list_and_stays_on_the_log(scene):
-    broker, _ = scene
-    letter = await given_up(broker)
-    await drop(broker, letter, reason="a test")
-    assert await letters(LiveSource(broker)) == []
-    (kept,) = await letters(LiveSource(broker), everything=True)
-    assert kept.state is LetterState.DROPPED
+async def test_a_dropped_letter_leaves_the_list_and_stays_on_the_log():
+    async with scene() as (broker, _):
+        letter = await given_up(broker)
+        await drop(broker, letter, reason="a test")
+        assert await letters(LiveSource(broker)) == []
+        (kept,) = await letters(LiveSource(broker), everything=True)
+        assert kept.state is LetterState.DROPPED
 
 
-async def test_a_letter_that_there_is_not_is_named(scene):
-    broker, _ = scene
-    with pytest.raises(NoSuchLetterError, match="no dead letter of that id"):
-        await find_letter(LiveSource(broker), "picky:99")
+async def test_a_letter_that_there_is_not_is_named():
+    async with scene() as (broker, _):
+        with pytest.raises(NoSuchLetterError, match="no dead letter of that id"):
+            await find_letter(LiveSource(broker), "picky:99")
 
 
 class TickFold:

@@ -31,7 +31,9 @@ def app():
 
 
 @pytest.fixture
-def headrace(app, capsys):
+def headrace(app, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "220")
+
     def call(*arguments):
         """Exit code, stdout, stderr."""
         try:
