@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 import msgspec.inspect
 
+from ops.training_checks import check_training
 from schemas.config import (
     BrokerSection,
     EngineSection,
@@ -126,6 +127,9 @@ def check_config(config: RunConfig) -> None:
     _one_of("sampling.order", config.sampling.order, ("smallest_next", "quota"))
     _one_of("engine.swap", config.engine.swap, ("in_place", "recompute", "abort", "drain"))
     _one_of("gateway.recording", config.gateway.recording, ("strict", "fast"))
+    _one_of("gateway.tool_format", config.gateway.tool_format, ("hermes", "qwen3_coder", "none"))
+    _one_of("gateway.tool_schemas", config.gateway.tool_schemas, ("vllm", "sglang", "openai"))
+    _one_of("gateway.asked_settings", config.gateway.asked_settings, ("override", "honour"))
     _one_of("reward.export", config.reward.export, ("concat", "individual"))
     _one_of("reward.shared_tokens", config.reward.shared_tokens, ("first", "all"))
     _one_of("training.backend", config.training.backend, ("torch", "fsdp2", "megatron", "standin"))
@@ -144,7 +148,8 @@ def check_config(config: RunConfig) -> None:
             f"rollout.temperature: expected > 0 (trained calls are sampled), found {config.rollout.temperature}"
         )
     run_streams(config)
-    assembly_settings(config)
+    estimator = assembly_settings(config).estimator.name
+    check_training(config.training, estimator=estimator, steps=config.run.steps)
 
 
 def run_streams(config: RunConfig) -> dict[str, StreamConfig]:

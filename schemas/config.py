@@ -7,8 +7,11 @@ code (assembly, loss, Arena) stand beside that code; `ops.config` puts the whole
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
+
+from schemas.config_training import CriticSection, Fsdp2Section, LoraSection, MegatronSection
 
 
 class RunSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,6 +134,17 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     recording: str = "strict"
     """`strict`: an interaction is stored before its answer ends; `fast`: bounded-late, may lose the last ones."""
     session_idle_s: float = 3600.0
+    public_url: str = ""
+    """Where agents reach it, without a trailing slash; empty: the address it is bound to."""
+    tool_format: str = "hermes"
+    """How the policy writes tool calls: hermes | qwen3_coder | none."""
+    tool_schemas: str = "vllm"
+    """How tool schemas reach the chat template: vllm | sglang | openai."""
+    reasoning: bool = True
+    """Whether <think> … </think> is split from the text."""
+    asked_settings: str = "override"
+    """`override`: the run's sampling settings rule; `honour`: what a harness asks rules, and calls that differ from the
+    run's distribution are kept out of training."""
 
 
 class RewardSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,6 +183,12 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """torch | fsdp2 | megatron | standin (torch-free, for tests of the loop)."""
     ranks: int = 1
     learning_rate: float = 1e-3
+    """Peak of the schedule."""
+    schedule: str = "constant"
+    """After the warm-up: constant | linear | cosine."""
+    total_steps: int = 0
+    """Updates after which a linear or cosine schedule has reached `min_lr_ratio`."""
+    min_lr_ratio: float = 0.0
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
@@ -189,6 +209,32 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Micro-batches of a mini-batch are a multiple of this (pipeline stages)."""
     checkpoint_every_steps: int = 1
     keep_checkpoints: int = 2
+    keep_checkpoints_every_steps: int = 0
+    """Checkpoints of every so many steps are kept for good; the log need not reach back to them. 0 = none."""
+    async_checkpoints: bool = True
+    """Go on training while a checkpoint is written."""
+    dtype: str = "float32"
+    """Of the master weights: float32 or bfloat16."""
+    export_dtype: str = ""
+    """Of exported weights; empty = dtype."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, about a third more time."""
+    reference: str = ""
+    """HF folder of the reference model, for loss.kl_penalty and advantages.kl_reward; empty = the policy's version 0."""
+    teacher: str = ""
+    """HF folder of the teacher, for loss.distillation."""
+    critic: CriticSection = CriticSection()
+    lora: LoraSection = LoraSection()
+    advantages: dict[str, Any] = {}  # Any: decoded strictly into AdvantageSettings where torch is
+    """[training.advantages]: discount, gae_lambda, unit, kl_reward, normalisation: the fields of AdvantageSettings."""
+    fsdp2: Fsdp2Section = Fsdp2Section()
+    megatron: MegatronSection = MegatronSection()
+    mismatch_kl_warning: float = 0.01
+    """Warn when the engine's and the trainer's log-probs at the same weights are further apart than this (mean k3); 0 = never."""
+    tensorboard: bool = False
+    """Write each step's statistics into the run folder's `tensorboard`, too."""
+    peak_tflops: float = 0.0
+    """Peak of one device, for the model FLOPs utilisation; 0 = known by the device's name, or not told."""
     threads: int = 1
     """CPU threads per rank."""
     deterministic: bool = True

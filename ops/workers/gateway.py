@@ -12,6 +12,7 @@ import anyio
 import structlog
 
 from ops.adapters import LogRecorder
+from ops.gateway_peers import NAME_LABEL, URL_LABEL, LivePeers
 from ops.policy_folder import policy_folder
 from ops.secrets import CONTROL_KEY_ENV, GENERATION_KEY_ENV
 from ops.session_calls import serve_sessions
@@ -21,10 +22,19 @@ from schemas.config import EngineKind
 from schemas.errors import ConfigError
 from schemas.messages.training import WeightsPublished
 from schemas.topics import WEIGHTS_PUBLISHED
+from stages.clients.forwarding import HttpForwarder, forwarding_client
 from stages.engine.scripted import Script, ScriptedEngine
 from stages.gateway.gateway import Gateway
 from stages.gateway.serve import serve_gateway
-from stages.gateway.settings import GatewayLimits, GatewaySettings, Recording, RunSampling
+from stages.gateway.settings import (
+    GatewayLimits,
+    GatewaySettings,
+    OverridePolicy,
+    Recording,
+    RunSampling,
+    ToolFormat,
+    ToolSchemas,
+)
 from stages.policy.tokenizer import load_tokenizer
 from stages.ports import InferenceEngine, SwapMode
 from stages.weights.receive import Receiver
@@ -37,7 +47,12 @@ async def run_gateway(context: WorkerContext) -> None:
     config, metrics = context.config, context.metrics("gateway")
     metrics.wait_for("the engine's model")
     incarnation = f"{os.getpid():x}-{secrets.token_hex(3)}"
-    async with anyio.create_task_group() as tasks, open_engine(context) as engine:
+    async with (
+        anyio.create_task_group() as tasks,
+        open_engine(context) as engine,
+        forwarding_client() as http,
+    ):
+        peers = LivePeers(context.broker, HttpForwarder(http))
         receiver = Receiver(
             engine,
             context.payloads,
@@ -55,16 +70,23 @@ async def run_gateway(context: WorkerContext) -> None:
             tokenizer=load_tokenizer(policy_folder(config, context.folder)),
             recorder=LogRecorder(context.log),
             payloads=context.payloads,
+            peers=peers,
         )
+        tasks.start_soon(peers.listen)
         tasks.start_soon(_follow_weights, context, receiver, sequence)
         tasks.start_soon(receiver.run)
         tasks.start_soon(_report, gateway, engine, metrics)
 
+        serving = anyio.Event()
+
         def ready(url: str) -> None:
+            metrics.labels.update({NAME_LABEL: gateway.settings.name, URL_LABEL: url})
             metrics.wait_for("calls")
             log.info("gateway ready", url=url)
+            serving.set()
 
         tasks.start_soon(_serve, gateway, context, ready)
+        await serving.wait()
         async with serve_sessions(context.broker, gateway, gateway.settings.name):
             await context.draining.wait()
         tasks.cancel_scope.cancel()
@@ -79,8 +101,16 @@ def _settings(context: WorkerContext, name: str) -> GatewaySettings:
     return GatewaySettings(
         name=name,
         context_length=config.rollout.max_context_tokens,
-        sampling=RunSampling(temperature=config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens),
+        sampling=RunSampling(
+            temperature=config.rollout.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
+            policy=OverridePolicy(config.gateway.asked_settings),
+        ),
         recording=Recording(config.gateway.recording),
+        tool_format=ToolFormat(config.gateway.tool_format),
+        tool_schemas=ToolSchemas(config.gateway.tool_schemas),
+        reasoning=config.gateway.reasoning,
+        public_url=config.gateway.public_url,
         limits=GatewayLimits(idle_expiry_s=config.gateway.session_idle_s),
         generation_keys=tuple(key for key in (os.environ.get(GENERATION_KEY_ENV, ""),) if key),
         control_key=os.environ.get(CONTROL_KEY_ENV, ""),

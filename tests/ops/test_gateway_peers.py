@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import httpx
+
+from broker.memory import MemoryBroker, MemoryServer
+from ops.gateway_peers import SILENT_S, LivePeers
+from pipeline.metrics import Metrics, WorkerReport
+from stages.clients.forwarding import HttpForwarder
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def report(name: str, url: str) -> WorkerReport:
+    metrics = Metrics("demo", "gateway")
+    metrics.labels.update(gateway=name, url=url)
+    return metrics.report()
+
+
+async def test_a_gateway_is_alive_as_long_as_it_is_heard() -> None:
+    clock = Clock()
+    async with httpx.AsyncClient() as http:
+        peers = LivePeers(MemoryBroker(MemoryServer(), "demo"), HttpForwarder(http), now=clock)
+        assert await peers.address("gw-1") is None
+        peers.hear(report("gw-1", "http://127.0.0.1:1"))
+        assert await peers.address("gw-1") == "http://127.0.0.1:1"
+        clock.now_s += SILENT_S + 0.1
+        assert await peers.address("gw-1") is None
+        peers.hear(report("gw-2", "http://127.0.0.1:2"))
+        assert await peers.address("gw-2") == "http://127.0.0.1:2"
+
+
+async def test_a_worker_that_is_no_gateway_is_not_one() -> None:
+    async with httpx.AsyncClient() as http:
+        peers = LivePeers(MemoryBroker(MemoryServer(), "demo"), HttpForwarder(http), now=Clock())
+        peers.hear(Metrics("demo", "gateway").report())
+        assert await peers.address("") is None
