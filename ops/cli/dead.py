@@ -28,28 +28,31 @@ app = cyclopts.App(name="dead", help="Messages that a stage gave up: list, show,
 
 _NARROW = 120
 
-Run = Annotated[
-    str | None, Parameter(help="A run's folder or name; the newest below ./runs. With --url, the run's id.")
-]
-Url = Annotated[str | None, Parameter(help="Broker of a run whose folder is elsewhere.")]
-Json = Annotated[bool, Parameter(help="One JSON value.")]
-
 
 @app.command(name="list")
 def list_letters(
-    source: Annotated[
-        str | None, Parameter(name=["--in", "-i"], help="A recording, or a run's folder or name.")
-    ] = None,
+    source: Annotated[str | None, Parameter(name=["--in", "-i"])] = None,
     *,
-    all_: Annotated[bool, Parameter(name="--all", help="Also those that were dropped or dealt with.")] = False,
-    url: Url = None,
-    json: Json = False,
+    all_: Annotated[bool, Parameter(name="--all")] = False,
+    url: str | None = None,
+    json: bool = False,
 ) -> int:
     """List the dead letters that need somebody.
 
     Examples:
         headrace dead list
         headrace dead list --in q.hrrec --all --json
+
+    Parameters
+    ----------
+    source
+        A recording, or a run's folder or name; the newest run below ./runs when left out. With --url, the run's id.
+    all_
+        Also those that were dropped or dealt with.
+    url
+        Broker of a run whose folder is elsewhere.
+    json
+        One JSON value.
     """
 
     async def work() -> list[Letter]:
@@ -93,16 +96,25 @@ def show(
     letter: str,
     /,
     *,
-    source: Annotated[
-        str | None, Parameter(name=["--in", "-i"], help="A recording, or a run's folder or name.")
-    ] = None,
-    url: Url = None,
-    json: Json = False,
+    source: Annotated[str | None, Parameter(name=["--in", "-i"])] = None,
+    url: str | None = None,
+    json: bool = False,
 ) -> int:
     """Show one letter with its message.
 
     Examples:
         headrace dead show map_rewards:4711
+
+    Parameters
+    ----------
+    letter
+        Its id, STAGE:SEQUENCE, as the list shows it.
+    source
+        A recording, or a run's folder or name; the newest run below ./runs when left out. With --url, the run's id.
+    url
+        Broker of a run whose folder is elsewhere.
+    json
+        One JSON value.
     """
 
     async def work() -> dict[str, Plain]:
@@ -133,12 +145,12 @@ def show(
 @app.command
 def retry(
     *letter: str,
-    all_: Annotated[bool, Parameter(name="--all", help="All letters that nobody has retried.")] = False,
-    stage: Annotated[str | None, Parameter(help="With --all: only letters of this stage.")] = None,
-    mended: Annotated[Path | None, Parameter(help="JSON file of the message to handle in its place.")] = None,
-    run: Run = None,
-    url: Url = None,
-    json: Json = False,
+    all_: Annotated[bool, Parameter(name="--all")] = False,
+    stage: str | None = None,
+    mended: Path | None = None,
+    run: str | None = None,
+    url: str | None = None,
+    json: bool = False,
 ) -> int:
     """Send letters to their stages again, each as a new attempt. If it fails again, there is a new letter.
 
@@ -146,6 +158,23 @@ def retry(
         headrace dead retry map_rewards:4711
         headrace dead retry --all --stage arena_launch
         headrace dead retry map_rewards:4711 --mended fixed.json
+
+    Parameters
+    ----------
+    letter
+        Their ids, STAGE:SEQUENCE, as the list shows them.
+    all_
+        All letters that nobody has retried.
+    stage
+        With --all: only letters of this stage.
+    mended
+        JSON file of the message to handle in its place.
+    run
+        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+    url
+        Broker of a run whose folder is elsewhere.
+    json
+        One JSON value.
     """
 
     async def work() -> list[DeadRetry]:
@@ -188,15 +217,28 @@ def _mended(letter: Letter, path: Path | None) -> bytes | None:
 @app.command
 def drop(
     *letter: str,
-    reason: Annotated[str, Parameter(help="Why it needs nothing more; stays on the log.")] = "",
-    run: Run = None,
-    url: Url = None,
-    json: Json = False,
+    reason: str = "",
+    run: str | None = None,
+    url: str | None = None,
+    json: bool = False,
 ) -> int:
     """Say that letters need nothing more. They stay on the log and leave the list.
 
     Examples:
         headrace dead drop map_rewards:4711 --reason 'test prompt'
+
+    Parameters
+    ----------
+    letter
+        Their ids, STAGE:SEQUENCE, as the list shows them.
+    reason
+        Why they need nothing more; stays on the log.
+    run
+        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+    url
+        Broker of a run whose folder is elsewhere.
+    json
+        One JSON value.
     """
 
     async def work() -> list[DeadDropped]:

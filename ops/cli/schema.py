@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
+
 from ops.cli.failing import plain_errors
 from ops.logtools.message_docs import markdown as messages_markdown
 from ops.logtools.message_docs import schema_document
