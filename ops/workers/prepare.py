@@ -14,7 +14,7 @@ def prepare(folder: RunFolder) -> None:
     """
     config = folder.read_config()
     if config.training.backend != "standin":
-        from ops.workers.torch_trainer import loss_config  # noqa: PLC0415 - torch is no part of the base install
+        from ops.workers.torch_trainer import check_learning  # noqa: PLC0415 - torch is no part of the base install
 
-        loss_config(config)
+        check_learning(config)
     prepare_policy(config, folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 
 import anyio
@@ -17,6 +17,7 @@ from pipeline.lease import HeldLease
 from pipeline.metrics import worker_name
 from schemas.topics import RUN_STARTED
 from stages.training.loop import FollowerLease, LoopSettings, TrainerLoop
+from stages.training.metric_sinks import MetricSink, TensorBoardSink
 from stages.training.ports import TrainerBackend
 from stages.training.standin import StandInBackend
 from stages.weight_files.folders import prune
@@ -35,6 +36,7 @@ async def run_trainer(context: WorkerContext) -> None:
     lease = HeldLease(context.broker, LEASE_KEY, worker_name(), config.training.lease_s) if rank == 0 else None
     backends = open_backend(config, context.folder)
     backend = await anyio.to_thread.run_sync(backends.__enter__)
+    sinks = open_sinks(config, context.folder) if rank == 0 else ()
     try:
         if lease is not None:
             await lease.acquire()
@@ -49,8 +51,10 @@ async def run_trainer(context: WorkerContext) -> None:
                 steps=config.run.steps,
                 start=await _latest_start(context),
                 checkpoint_every_steps=config.training.checkpoint_every_steps,
+                mismatch_kl_warning=config.training.mismatch_kl_warning,
             ),
             on_trained=_pruner(context) if rank == 0 else None,
+            sinks=sinks,
         )
         context.on_drain(loop.drain)
         async with anyio.create_task_group() as tasks:
@@ -59,6 +63,8 @@ async def run_trainer(context: WorkerContext) -> None:
             await loop.run()
             tasks.cancel_scope.cancel()
     finally:
+        for sink in sinks:
+            sink.close()
         await anyio.to_thread.run_sync(backends.__exit__, None, None, None)
 
 
@@ -76,6 +82,11 @@ def _pruner(context: WorkerContext) -> Callable[[int], Awaitable[None]]:
         await anyio.to_thread.run_sync(lambda: prune(str(context.folder.weights), keep_from_version=step - keep + 1))
 
     return after
+
+
+def open_sinks(config: RunConfig, folder: RunFolder) -> Sequence[MetricSink]:
+    """Where statistics go beside the log."""
+    return (TensorBoardSink(folder.path / "tensorboard"),) if config.training.tensorboard else ()
 
 
 @contextmanager

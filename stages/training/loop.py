@@ -9,7 +9,7 @@ that lost its lease publishes nothing more.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import anyio
@@ -26,7 +26,8 @@ from schemas.messages.training import Manifest, StepAssembled, StepTrained
 from schemas.payload import PayloadRef
 from schemas.topics import RUN_FINISHED, STEP_ASSEMBLED
 from stages.ports import Payloads
-from stages.training.ports import RowArrays, TrainerBackend
+from stages.training.metric_sinks import MetricSink
+from stages.training.ports import RowArrays, StepResult, TrainerBackend
 from stages.weight_files.folders import version_folder
 
 log = structlog.get_logger("headrace.trainer")
@@ -67,6 +68,8 @@ class LoopSettings(msgspec.Struct, frozen=True, kw_only=True):
     start: int = 0
     """Ordinal of this start of the run: the end of an earlier one ends nothing."""
     checkpoint_every_steps: int
+    mismatch_kl_warning: float = 0.0
+    """Warn where a step's `mismatch/kl` is above this; 0 = never."""
 
 
 class TrainerLoop:
@@ -82,6 +85,7 @@ class TrainerLoop:
         settings: LoopSettings,
         *,
         on_trained: Callable[[int], Awaitable[None]] | None = None,
+        sinks: Sequence[MetricSink] = (),
     ) -> None:
         self._log: Final = log_
         self._payloads: Final = payloads
@@ -90,6 +94,7 @@ class TrainerLoop:
         self._metrics: Final = metrics
         self._settings: Final = settings
         self._on_trained = on_trained
+        self._sinks: Final = sinks
         self._draining = False
         self._busy = False
         self._reading: Final = anyio.CancelScope()
@@ -161,12 +166,17 @@ class TrainerLoop:
         result = await anyio.to_thread.run_sync(backend.train, manifest, rows)
         metrics.in_flight = 0
         await self._lease.check()
+        trained = time.perf_counter()
         folder = version_folder(self._settings.weights_dir, assembled.step, self._lease.generation)
         await anyio.to_thread.run_sync(backend.export_weights, folder)
         self.step = assembled.step
         seconds = time.perf_counter() - started
+        stats = {**result.stats, **_performance(result, trained - fetched)}
         if backend.rank == 0:
-            await self._say(assembled, result.digest, dict(result.stats), result.skipped, seconds, result.num_tokens)
+            self._warn_of_mismatch(stats)
+            await self._say(assembled, result.digest, stats, result.skipped, seconds, result.num_tokens)
+            for sink in self._sinks:
+                await anyio.to_thread.run_sync(sink.write, self.step, stats)
         metrics.succeeded += 1
         metrics.gauges.update(
             step=self.step,
@@ -180,6 +190,20 @@ class TrainerLoop:
             await self._checkpoint()
         if self._on_trained is not None:
             await self._on_trained(self.step)
+
+    def _warn_of_mismatch(self, stats: Mapping[str, float]) -> None:
+        """Engine and trainer disagree about the same tokens at the same weights: training is off-policy without knowing it."""
+        bound, found = self._settings.mismatch_kl_warning, stats.get("mismatch/kl", 0.0)
+        self._metrics.gauges["mismatch_kl"] = found
+        if bound and found > bound:
+            log.warning(
+                "the engine's log-probs differ from the trainer's at the same weights: compare dtypes, attention kernels and "
+                "sampling settings, or correct for it (loss.behaviour_weight)",
+                step=self.step,
+                mismatch_kl=found,
+                bound=bound,
+                largest=stats.get("mismatch/max"),
+            )
 
     async def _say(
         self,
@@ -226,6 +250,16 @@ class TrainerLoop:
             for index in self._backend.rows_needed(manifest):
                 tasks.start_soon(fetch, index)
         return rows
+
+
+def _performance(result: StepResult, seconds: float) -> dict[str, float]:
+    """Of the computation alone, without fetching and export."""
+    found = {"perf/train_s": seconds, "perf/tokens_per_s": result.num_tokens / seconds}
+    if result.model_flops:
+        found["perf/tflops_per_s"] = result.model_flops / seconds / 1e12
+        if result.peak_flops:
+            found["perf/mfu"] = result.model_flops / seconds / result.peak_flops
+    return found
 
 
 def row_arrays(data: memoryview) -> RowArrays:

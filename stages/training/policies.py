@@ -27,6 +27,13 @@ class Policy(Protocol):
 
     @property
     def vocabulary(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def attention_width(self) -> int:
+        """Query heads times head size."""
+        ...
+
     def tensors(self) -> dict[str, Tensor]:
         """The whole weights under HF names, on the CPU; only rank 0 is sure to have them."""
         ...
@@ -65,6 +72,8 @@ class HfPolicy:
         language_model = cast("CausalLM", self.model)
         self.vocabulary = language_model.get_output_embeddings().weight.shape[0]
         blocks = decoder_blocks(self.model)
+        self.num_layers = len(blocks)
+        self.attention_width = attention_width(self.model)
         self._lora = None if lora is None else LoraModel(self.model, lora, folder)
         if recompute:
             recompute_activations(self.model)
@@ -100,3 +109,10 @@ class HfPolicy:
         state = self.model.state_dict()
         tied = bool(getattr(self.model.config, "tie_word_embeddings", False))
         return {name: state[name] for name in sorted(state) if not (tied and name == "lm_head.weight")}
+
+
+def attention_width(model: nn.Module) -> int:
+    """Query heads times head size, from a model's config."""
+    config = model.config
+    heads = int(getattr(config, "num_attention_heads", 0))
+    return heads * int(getattr(config, "head_dim", 0) or getattr(config, "hidden_size", 0) // max(1, heads))

@@ -41,6 +41,10 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Why no update was made."""
     num_tokens: int
     """Tokens of the step, over all ranks."""
+    model_flops: float = 0.0
+    """Arithmetic of forward and backward over all ranks, without recomputed activations; 0: not known."""
+    peak_flops: float = 0.0
+    """What all ranks' devices could do in a second; 0: not known."""
 
 
 class TrainerBackend(Protocol):

@@ -36,6 +36,7 @@ from stages.training.placement import Placement
 from stages.training.policies import Policy
 from stages.training.ports import RowArrays, StepResult
 from stages.training.ranks import Ranks
+from stages.training.throughput import peak_flops, step_flops
 from stages.training.updates import Learner, train_mini_batches
 
 Plan = Callable[[Manifest, int], Sequence[Sequence[Sequence[Sequence[int]]]]]
@@ -57,6 +58,8 @@ class StepSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     loss: LossConfig = LossConfig()
     export_dtype: str = ""
     """Of exported weights, e.g. bfloat16; empty: as they are trained."""
+    peak_tflops: float = 0.0
+    """Peak of one device; 0: known by its name, or not at all."""
 
 
 class StepBackend:
@@ -111,6 +114,8 @@ class StepBackend:
             keep=settings.keep_checkpoints,
             keep_every_steps=settings.keep_every_steps,
         )
+        self._peak_flops: Final = peak_flops(ranks.device, settings.peak_tflops) or 0.0
+        self._whole_shapes: Final = {name: [*tensor.shape] for name, tensor in policy.tensors().items()}
         self._step = 0
         self._resumed_step = 0
         self._num_updates = 0
@@ -183,6 +188,8 @@ class StepBackend:
             stats=stats,
             skipped="; ".join(skipped),
             num_tokens=int(manifest.num_tokens.as_numpy().sum()),
+            model_flops=self._flops(manifest),
+            peak_flops=self._peak_flops * self._ranks.world_size,
         )
 
     def digest(self) -> str:
@@ -218,6 +225,15 @@ class StepBackend:
     def close(self) -> None:
         """Finish the checkpoint that is being written."""
         self._writer.close()
+
+    def _flops(self, manifest: Manifest) -> float:
+        return step_flops(
+            self._whole_shapes,
+            manifest.num_tokens.as_numpy(),
+            manifest.num_loss_tokens.as_numpy(),
+            attention_width=self._policy.attention_width,
+            num_layers=self._policy.num_layers,
+        )
 
     def _micro_batch(self, manifest: Manifest, rows: Mapping[int, RowArrays], indices: Sequence[int]) -> MicroBatch:
         device = self._ranks.device

@@ -46,8 +46,8 @@ def peak_flops(device: torch.device, configured_tflops: float = 0.0) -> float | 
 
 def step_flops(
     shapes: Mapping[str, list[int]],
-    num_tokens_R: npt.NDArray[np.integer],
-    num_trained_R: npt.NDArray[np.integer],
+    num_tokens_R: npt.NDArray[np.generic],
+    num_trained_R: npt.NDArray[np.generic],
     *,
     attention_width: int,
     num_layers: int,
@@ -65,4 +65,8 @@ def step_flops(
     output = shapes.get("lm_head.weight") or shapes.get("model.embed_tokens.weight") or [0, 0]
     tokens = num_tokens_R.astype(np.float64)
     attention = 6.0 * num_layers * attention_width * float((tokens**2).sum())  # causal: half of 12·L·width·T per token
-    return 6.0 * inner * float(tokens.sum()) + 6.0 * output[0] * output[1] * float(num_trained_R.sum()) + attention
+    return (
+        6.0 * inner * float(tokens.sum())
+        + 6.0 * output[0] * output[1] * float(num_trained_R.astype(np.float64).sum())
+        + attention
+    )

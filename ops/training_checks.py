@@ -1,0 +1,78 @@
+"""What [training] must be, as far as that can be said without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from schemas.config import TrainingSection
+from schemas.errors import ConfigError
+
+_DTYPES: Final = ("float32", "bfloat16")
+_GAE: Final = "gae"
+
+
+def check_training(training: TrainingSection, *, estimator: str, steps: int | None) -> None:
+    """Refuse what can't work.
+
+    Raises:
+        ConfigError: the first such setting.
+    """
+    _one_of("training.dtype", training.dtype, _DTYPES)
+    _one_of("training.export_dtype", training.export_dtype, ("", *_DTYPES))
+    _one_of("training.fsdp2.compute_dtype", training.fsdp2.compute_dtype, _DTYPES)
+    _one_of("training.fsdp2.reduce_dtype", training.fsdp2.reduce_dtype, _DTYPES)
+    _one_of("training.schedule", training.schedule, ("constant", "linear", "cosine"))
+    _one_of("training.critic.form", training.critic.form, ("mse", "huber"))
+    for name, value, least in (
+        ("keep_checkpoints_every_steps", training.keep_checkpoints_every_steps, 0),
+        ("mismatch_kl_warning", training.mismatch_kl_warning, 0),
+        ("peak_tflops", training.peak_tflops, 0),
+        ("megatron.tensor_parallel", training.megatron.tensor_parallel, 1),
+        ("lora.rank", training.lora.rank, 1),
+        ("critic.warmup_steps", training.critic.warmup_steps, 0),
+        ("critic.value_clip", training.critic.value_clip, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"training.{name}: expected at least {least}, found {value}")
+    if training.schedule != "constant" and training.total_steps <= training.warmup_steps:
+        raise ConfigError(
+            f"training.total_steps: schedule {training.schedule} expected more than warmup_steps ({training.warmup_steps}), "
+            f"found {training.total_steps}" + (f"; the run has {steps} steps" if steps else "")
+        )
+    _check_combinations(training, estimator)
+
+
+def _check_combinations(training: TrainingSection, estimator: str) -> None:
+    backend, critic = training.backend, training.critic
+    if backend == "standin":
+        return
+    if estimator == _GAE and not critic.enabled:
+        raise ConfigError("assembly.estimator.name = gae needs a critic: set training.critic.enabled = true")
+    if critic.enabled and estimator != _GAE:
+        raise ConfigError(
+            f"training.critic.enabled: only estimator gae uses a critic, assembly.estimator.name is {estimator}; set it to gae "
+            "or leave the critic out"
+        )
+    if backend != "megatron":
+        if training.megatron.tensor_parallel > 1:
+            raise ConfigError(f"training.megatron.tensor_parallel: expected backend = megatron, found {backend}")
+        return
+    if training.ranks % training.megatron.tensor_parallel:
+        raise ConfigError(
+            f"training.ranks: expected a multiple of megatron.tensor_parallel ({training.megatron.tensor_parallel}), "
+            f"found {training.ranks}"
+        )
+    for name, is_asked in (
+        ("lora.enabled", training.lora.enabled),
+        ("critic.enabled", critic.enabled),
+        ("activation_checkpointing", training.activation_checkpointing),
+    ):
+        if is_asked:
+            raise ConfigError(f"training.{name}: backend megatron has none; use backend = fsdp2")
+
+
+def _one_of(path: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        names = ", ".join(repr(name) for name in allowed)
+        raise ConfigError(f"{path}: expected one of {names}, found {value!r}")
