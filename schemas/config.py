@@ -169,8 +169,9 @@ class PolicySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_heads: int = 4
     seed: int = 0
     """Added to the run's seed."""
-    warmup_target: float = 0.12
-    """The supervised warm-up of the built-in policy stops when held-out answers have this probability."""
+    warmup_target: float = 0.1
+    """Where reinforcement learning starts: the warm-up of the built-in policy first teaches right answers, then answers of
+    mixed quality until held-out right ones have this probability."""
     warmup_max_updates: int = 600
     warmup_conversations: int = 512
     """Per stream, drawn with a seed of their own."""
