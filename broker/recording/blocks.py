@@ -5,7 +5,9 @@ A head is all that an index needs, so an index lost in a crash is built again wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter, methodcaller
 from typing import Final
 
 import msgspec
@@ -108,32 +110,37 @@ def topic_and_entity(subject: str) -> tuple[str, str]:
     return f"{tokens[2]}.{tokens[3]}", tokens[4]
 
 
+_tokens: Final = methodcaller("split", ".", 5)
+_topic_of: Final[Callable[[list[str]], tuple[str, str]]] = itemgetter(2, 3)
+_entity_of: Final[Callable[[list[str]], str]] = itemgetter(_KEY_AT)
+
+
 def encode_messages(records: Sequence[Record], missing: Sequence[str] = ()) -> tuple[bytes, bytes]:
     """Head and body of a block."""
-    counts: dict[tuple[str, str], list[int]] = {}
-    entities: set[str] = set()
-    marks: list[StepMark] = []
-    for record in records:
-        # This loop runs once a message and decides how fast a run can be recorded.
-        tokens = record.subject.split(".", 5)
-        if len(tokens) <= _KEY_AT:
-            tokens = [*tokens, "", "", "", ""]
-        topic, entity = (tokens[2], tokens[3]), tokens[4]
-        count = counts.get(topic)
-        if count is None:
-            count = counts[topic] = [0, 0]
-        count[0] += 1
-        count[1] += len(record.data)
-        entities.add(entity)
-        if topic in _STEP_TOPICS and entity.isdigit():
-            marks.append(StepMark(".".join(topic).rstrip("."), int(entity), record.sequence))
-    entities.update([entity.partition("-")[0] for entity in entities])
+    # This function decides how fast a run can be recorded: what is done once a message is left to C.
+    subjects = [record.subject for record in records]
     datas = [record.data for record in records]
+    split = [tokens if len(tokens) > _KEY_AT else [*tokens, "", "", "", ""] for tokens in map(_tokens, subjects)]
+    topics = list(map(_topic_of, split))
+    counts = Counter(topics)
+    entities = set(map(_entity_of, split))
+    marks = [
+        StepMark(".".join(topic), int(tokens[_KEY_AT]), record.sequence)
+        for topic, tokens, record in (zip(topics, split, records, strict=True) if _STEP_TOPICS & counts.keys() else ())
+        if topic in _STEP_TOPICS and tokens[_KEY_AT].isdigit()
+    ]
+    sizes = Counter[tuple[str, str]]()
+    if len(counts) == 1:
+        sizes[topics[0]] = sum(map(len, datas))
+    else:
+        for topic, data in zip(topics, datas, strict=True):
+            sizes[topic] += len(data)
+    entities.update([entity.partition("-")[0] for entity in entities])
     columns = _Columns(
         sequences=np.array([record.sequence for record in records], dtype=np.int64).tobytes(),
         times=np.array([record.unix_time_s for record in records], dtype=np.float64).tobytes(),
-        sizes=np.array([len(data) for data in datas], dtype=np.int64).tobytes(),
-        subjects=[record.subject for record in records],
+        sizes=np.array(list(map(len, datas)), dtype=np.int64).tobytes(),
+        subjects=subjects,
         data=b"".join(datas),
         headers={number: dict(record.headers) for number, record in enumerate(records) if record.headers},
     )
@@ -145,7 +152,7 @@ def encode_messages(records: Sequence[Record], missing: Sequence[str] = ()) -> t
         first_time_s=records[0].unix_time_s,
         last_time_s=records[-1].unix_time_s,
         raw_bytes=len(columns.data),
-        topics={".".join(topic).rstrip("."): TopicCount(messages, size) for topic, (messages, size) in counts.items()},
+        topics={".".join(topic).rstrip("."): TopicCount(count, sizes[topic]) for topic, count in counts.items()},
         entities=np.sort(np.array([entity_hash(entity) for entity in entities], dtype=np.uint64)).tobytes(),
         marks=marks,
         missing=list(missing),

@@ -50,8 +50,9 @@ class RecorderSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     flush_after_s: float = 0.5
     """A message waits at most this long to be written."""
-    sync_period_s: float = 5.0
-    """How often the disk is waited for."""
+    report_period_s: float = 5.0
+    """How often the owner is told how far the file is. The disk is waited for at a file's end only: what a power cut takes
+    from an open file still stands on the log, and the next recorder goes on before it."""
     payload_deadline_s: float = 30.0
     weights: str = "first"
     """Weight files to keep: none | first | all."""
@@ -95,7 +96,7 @@ class Recorder:
         self._pending_bytes = 0
         self._pending_since = 0.0
         self._stopping: Final = anyio.Event()
-        self._last_synced_s = 0.0
+        self._last_report_s = 0.0
 
     def stop(self) -> None:
         """Record what stands now, then end."""
@@ -181,9 +182,8 @@ class Recorder:
         self.figures.messages += len(block)
         self.figures.missing += len(missing)
         now = time.monotonic()
-        if now - self._last_synced_s >= self._settings.sync_period_s:
-            self._last_synced_s = now
-            await anyio.to_thread.run_sync(self._writer.sync)
+        if now - self._last_report_s >= self._settings.report_period_s:
+            self._last_report_s = now
             await self._report()
 
     async def _report(self) -> None:

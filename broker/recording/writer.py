@@ -6,6 +6,8 @@ a recorder goes on after the last sequence that stands in the file.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -80,7 +82,9 @@ class RecordingWriter:
         Args:
             missing: ids of payloads they name that could not be had.
         """
-        fresh = [record for record in records if record.sequence > self.last_sequence]
+        fresh = records
+        if records and records[0].sequence <= self.last_sequence:
+            fresh = [record for record in records if record.sequence > self.last_sequence]
         for block in _blocks(fresh):
             self._append(Kind.MESSAGES, *encode_messages(block, missing))
             missing = ()
@@ -88,11 +92,6 @@ class RecordingWriter:
             self.num_messages += len(block)
             if self._offset >= self._rotate_bytes:
                 self._rotate()
-
-    def sync(self) -> None:
-        """Wait until what was written is on the disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Write the index and close."""
@@ -179,14 +178,13 @@ class RecordingWriter:
 
 def _blocks(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
     """Cut where a block is full."""
-    start = size = 0
-    for number, record in enumerate(records):
-        size += len(record.data) + len(record.subject)
-        if size >= BLOCK_BYTES:
-            yield records[start : number + 1]
-            start, size = number + 1, 0
-    if start < len(records):
-        yield records[start:]
+    ends = list(itertools.accumulate(len(record.data) for record in records))
+    start = 0
+    while start < len(records):
+        before = ends[start - 1] if start else 0
+        end = max(start + 1, bisect.bisect_left(ends, before + BLOCK_BYTES))
+        yield records[start:end]
+        start = end
 
 
 def _has_header(path: Path) -> bool:

@@ -43,7 +43,7 @@ _SLOTS: Final = 8
 _GROUPS_OPEN: Final = 64
 _EPISODES_INSPECTED: Final = 20
 _BLOBS: Final = 256
-_ROUND: Final = 50_000
+_ROUND: Final = 125_000
 
 
 def run(num_messages: int = 1_000_000) -> BenchResult:
