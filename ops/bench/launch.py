@@ -21,9 +21,10 @@ import anyio.lowlevel
 
 from ops.bench.result import BenchResult, machine
 from pipeline.metrics import Metrics
-from schemas.config_arena import ArenaSettings, StreamConfig
+from schemas.config_arena import ArenaSettings, StreamConfig, StreamRunner
 from schemas.messages.rollout import EpisodeAccepted, EpisodeEnded, EpisodeLaunched, SessionClosed
 from schemas.messages.sampling import EpisodeRequested
+from stages.arena_launch.arena_runner import ArenaRunner
 from stages.arena_launch.groups import ClosedGroups
 from stages.arena_launch.polling import Pace
 from stages.arena_launch.ports import LaunchTry, SessionTicket
@@ -91,6 +92,7 @@ async def _run(num_episodes: int, episode_s: float) -> BenchResult:
 async def _watch_all(num_episodes: int, client: ArenaClient, pace: Pace, ends: Counter[str]) -> None:
     settings = LaunchSettings(streams={"s": StreamConfig(name="s", stream_id="s")}, arena=ArenaSettings(), attempts=1)
     memory, groups, metrics = _Memory(), ClosedGroups(), Metrics("bench", "arena_launch")
+    runners = {StreamRunner.ARENA: ArenaRunner(client, DirectRoute(), settings.arena, pace=pace)}
 
     async def episode(number: int) -> None:
         group = f"g{number // 8:07d}"
@@ -99,12 +101,10 @@ async def _watch_all(num_episodes: int, client: ArenaClient, pace: Pace, ends: C
             requested,
             launches=memory,
             sessions=memory,
-            route=DirectRoute(),
-            arena=client,
+            runners=runners,
             settings=settings,
             metrics=metrics,
             groups=groups,
-            pace=pace,
         )
         ends.update(end.outcome.value for end in ended if isinstance(end, EpisodeEnded))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
 import msgspec
@@ -14,13 +16,17 @@ from ops.config import run_streams
 from ops.secrets import GENERATION_KEY_ENV
 from ops.session_calls import RemoteSessions
 from ops.workers.context import WorkerContext
+from ops.workers.orphans import unused_names
+from ops.workers.slots import WorkerSlot, claim_slot
 from pipeline.log import RunLog
 from pipeline.runner import RunnerSettings, StageRunner
 from pipeline.stage import bind
+from schemas.config_arena import StreamRunner
 from schemas.messages.sampling import GroupClosed
 from schemas.topics import GROUP_CLOSED
+from stages.arena_launch.arena_runner import ArenaRunner
 from stages.arena_launch.groups import ClosedGroups
-from stages.arena_launch.polling import Pace
+from stages.arena_launch.ports import EpisodeRunner
 from stages.arena_launch.routes import SessionGatewayRoute, make_route
 from stages.arena_launch.stage import LaunchSettings, launch_episode
 from stages.clients.arena.client import open_arena
@@ -34,47 +40,23 @@ STAGE = "arena_launch"
 async def run_arena_launch(context: WorkerContext) -> None:
     """Launch episodes until the worker drains."""
     config, metrics = context.config, context.metrics(STAGE)
-    access = arena_access(config, context.endpoints)
-    run_label = f"headrace-{config.run.id}"
-    gateway_url = f"http://{config.gateway.host}:{context.endpoints.gateway_port}"
-    async with (
-        open_arena(access) as arena,
-        open_registrations(
-            arena,
-            RegistrationSettings(
-                run_label=run_label,
-                probe_interval_s=config.arena.probe_interval_s,
-                cleanup_timeout_s=config.arena.cleanup_timeout_s,
-            ),
-        ) as registrations,
-        anyio.create_task_group() as following,
-    ):
-        route = make_route(
-            config.arena.route,
-            registrations,
-            access,
-            run_label=run_label,
-            worker=STAGE,
-            generation_key=secret_from(os.environ, GENERATION_KEY_ENV),
-        )
-        if isinstance(route, SessionGatewayRoute):
-            route.know(gateway_url)
-        else:
-            left = session_model_name(run_label, arena_url=access.base_url, gateway_url=gateway_url, worker=STAGE)
-            await registrations.remove_orphans([left])
-        groups, pace = ClosedGroups(), Pace(config.arena.poll_interval_s)
+    streams = run_streams(config)
+    async with AsyncExitStack() as stack:
+        following = await stack.enter_async_context(anyio.create_task_group())
+        runners: dict[StreamRunner, EpisodeRunner] = {}
+        if any(stream.runner is StreamRunner.ARENA for stream in streams.values()):
+            slot = stack.enter_context(claim_slot(context.folder.path / "workers", STAGE))
+            runners[StreamRunner.ARENA] = await stack.enter_async_context(_open_arena_runner(context, slot))
+        groups = ClosedGroups()
         following.start_soon(follow_closed_groups, context.log, groups)
         stage = bind(
             launch_episode,
             launches=LogLaunches(context.log, metrics),
             sessions=RemoteSessions(context.broker, LogRecorder(context.log)),
-            route=route,
-            arena=arena,
-            settings=LaunchSettings(streams=run_streams(config), arena=config.arena, attempts=config.rollout.attempts),
+            runners=runners,
+            settings=LaunchSettings(streams=streams, arena=config.arena, attempts=config.rollout.attempts),
             metrics=metrics,
-            reward=RewardGuard(arena),
             groups=groups,
-            pace=pace,
         )
         slots = config.rollout.max_concurrent_episodes
         runner = StageRunner(
@@ -87,6 +69,45 @@ async def run_arena_launch(context: WorkerContext) -> None:
         context.on_drain(runner.drain)
         await runner.run()
         following.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot) -> AsyncGenerator[ArenaRunner]:
+    """The Arena's client, this worker's registrations and the route; what dead workers left is removed."""
+    config = context.config
+    access = arena_access(config, context.endpoints)
+    run_label = f"headrace-{config.run.id}"
+    gateway_url = f"http://{config.gateway.host}:{context.endpoints.gateway_port}"
+
+    def name_of(worker: str) -> str:
+        return session_model_name(run_label, arena_url=access.base_url, gateway_url=gateway_url, worker=worker)
+
+    async with (
+        open_arena(access) as arena,
+        open_registrations(
+            arena,
+            RegistrationSettings(
+                run_label=run_label,
+                probe_interval_s=config.arena.probe_interval_s,
+                cleanup_timeout_s=config.arena.cleanup_timeout_s,
+            ),
+        ) as registrations,
+    ):
+        route = make_route(
+            config.arena.route,
+            registrations,
+            access,
+            run_label=run_label,
+            worker=slot.name,
+            generation_key=secret_from(os.environ, GENERATION_KEY_ENV),
+        )
+        left = [name_of(worker) for worker in slot.dead]
+        if isinstance(route, SessionGatewayRoute):
+            route.know(gateway_url)
+        else:
+            left.append(name_of(slot.name))
+        await registrations.remove_orphans(await unused_names(context.log, left))
+        yield ArenaRunner(arena, route, config.arena, reward=RewardGuard(arena))
 
 
 async def follow_closed_groups(log: RunLog, groups: ClosedGroups) -> None:

@@ -6,30 +6,27 @@ import msgspec
 
 from schemas.messages.rollout import EpisodeClass, EpisodeEnded, EpisodeLaunched, SessionClosed
 from schemas.messages.sampling import EpisodeRequested
+from stages.arena_launch.ports import Ending
 from stages.clients.arena.classify import LOCAL_WAIT_CANCELLED, EpisodeFacts, classify
 from stages.clients.arena.errors import ERROR_TEXT_LIMIT
 from stages.clients.arena.receipts import read_receipt
-from stages.clients.arena.wire import TaskResult
 
 
 class TryEnd(msgspec.Struct, frozen=True, kw_only=True):
     """What one try came to."""
 
     launched: EpisodeLaunched
-    result: TaskResult | None
-    """The Arena's terminal result; None where there is none."""
+    ending: Ending
     closed: SessionClosed
     receipt: object
-    status: str
-    """The Arena's, or one of ours."""
-    error: str
 
 
 def outputs(
     requested: EpisodeRequested, ended: TryEnd, *, attempts: int, max_raw_bytes: int, seconds: float
 ) -> list[EpisodeEnded | EpisodeRequested]:
     """The episode's end; for a system failure within the budget also the next attempt's request."""
-    result, closed = ended.result, ended.closed
+    ending, closed = ended.ending, ended.closed
+    result = ending.result
     verdict = classify(
         EpisodeFacts(
             status=None if result is None else result.status,
@@ -40,7 +37,7 @@ def outputs(
             receipt=None if result is None else read_receipt(ended.receipt, result.task_id),
         )
     )
-    again = verdict.retry and requested.attempt + 1 < attempts and ended.status != LOCAL_WAIT_CANCELLED
+    again = verdict.retry and requested.attempt + 1 < attempts and ending.status != LOCAL_WAIT_CANCELLED
     raw = b"" if result is None or result.raw is None else msgspec.json.encode(result.raw)
     end = EpisodeEnded(
         group=requested.group,
@@ -52,9 +49,10 @@ def outputs(
         session=ended.launched.session,
         outcome=verdict.outcome,
         final=not again,
-        status=ended.status,
-        error=(ended.error or closed.system_error or verdict.reason)[:ERROR_TEXT_LIMIT],
+        status=ending.status,
+        error=(ending.error or closed.system_error or verdict.reason)[:ERROR_TEXT_LIMIT],
         score=verdict.score,
+        turn_rewards=dict(ending.turn_rewards) if verdict.outcome is EpisodeClass.SCORED else {},
         task_id="" if result is None else result.task_id,
         evaluation=requested.evaluation,
         trace_id="" if result is None else result.trace_id or "",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+import anyio
 import msgspec
 
 from schemas.config_arena import StreamConfig
@@ -62,6 +63,71 @@ class LaunchLog(Protocol):
 
     async def record(self, message: EpisodeLaunched | EpisodeAccepted) -> None:
         """Returns when it is stored."""
+        ...
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True):
+    """One try of an attempt, with all that it needs to start."""
+
+    requested: EpisodeRequested
+    stream: StreamConfig
+    ticket: SessionTicket
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a try, apart from what its session recorded."""
+
+    status: str
+    """The Arena's terminal status, or one of ours."""
+    error: str = ""
+    result: TaskResult | None = None
+    """The terminal result; None where there is none: a system failure."""
+    turn_rewards: Mapping[str, float] = {}
+    """completion id → reward, where the agent gave a map instead of one number."""
+
+
+class TryLog(Protocol):
+    """What a runner says about the try that it starts; each returns when it is on the log."""
+
+    async def intend(self, *, route: str, model_name: str) -> None:
+        """From now on something outside may run for this try."""
+        ...
+
+    async def accept(self, task_id: str) -> None:
+        """It runs under this id, by which another worker can take it over."""
+        ...
+
+
+class EpisodeRunner(Protocol):
+    """Who plays episodes: the Arena, or a pool of processes with the user's own agents.
+
+    A try is played inside a context: the session is closed, and what it recorded is looked at, before the context ends.
+    """
+
+    async def refusal(self, stream: StreamConfig) -> str:
+        """Why nothing of this stream may be started; empty: nothing speaks against it."""
+        ...
+
+    def play(self, episode: Episode, log: TryLog, over: anyio.Event) -> AbstractAsyncContextManager[Ending]:
+        """Start a try and wait for its end, its time limit, or `over` (its group needs it no more).
+
+        Raises:
+            RetryableError: whether it was started is unknown, or something it needs is away.
+        """
+        ...
+
+    def take_over(
+        self, launched: EpisodeLaunched, task_id: str, stream: StreamConfig, over: anyio.Event
+    ) -> AbstractAsyncContextManager[Ending]:
+        """Wait for the end of a try that another worker started and that was accepted."""
+        ...
+
+    async def disown(self, launched: EpisodeLaunched) -> None:
+        """Nobody waits any more for a try that may have been started: remove what it registered for itself alone."""
+        ...
+
+    async def explain(self, launched: EpisodeLaunched, ending: Ending, closed: SessionClosed) -> object:
+        """The episode's own receipt, for a failure whose cause the status does not name; None where there is none."""
         ...
 
 

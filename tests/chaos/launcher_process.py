@@ -17,8 +17,9 @@ from pipeline.log import RunLog
 from pipeline.metrics import Metrics
 from pipeline.runner import RunnerSettings, StageRunner
 from pipeline.stage import bind
-from schemas.config_arena import ArenaRoute, ArenaSettings, StreamConfig
+from schemas.config_arena import ArenaRoute, ArenaSettings, StreamConfig, StreamRunner
 from schemas.messages.rollout import SessionClosed
+from stages.arena_launch.arena_runner import ArenaRunner
 from stages.arena_launch.polling import Pace
 from stages.arena_launch.ports import SessionTicket
 from stages.arena_launch.routes import make_route
@@ -60,8 +61,9 @@ async def main(broker_url: str, token_file: str, arena_url: str, gateway_url: st
         route.know(gateway_url)
         metrics = Metrics("chaos", "arena_launch")
         stage = bind(
-            launch_episode, launches=LogLaunches(RunLog(broker), metrics), sessions=Sessions(gateway_url), route=route,
-            arena=arena, settings=settings, metrics=metrics, pace=Pace(0.5),
+            launch_episode, launches=LogLaunches(RunLog(broker), metrics), sessions=Sessions(gateway_url),
+            runners={StreamRunner.ARENA: ArenaRunner(arena, route, arena_settings, pace=Pace(0.5))},
+            settings=settings, metrics=metrics,
         )  # fmt: skip
         consumer = ConsumerSettings(ack_wait_s=2.0, prefetch=256)
         runner = StageRunner(

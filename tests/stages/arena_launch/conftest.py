@@ -6,9 +6,10 @@ import pytest
 
 from pipeline.errors import RetryableError
 from pipeline.metrics import Metrics
-from schemas.config_arena import ArenaSettings, StreamConfig
+from schemas.config_arena import ArenaSettings, StreamConfig, StreamRunner
 from schemas.messages.rollout import EpisodeLaunched, SessionClosed
 from schemas.messages.sampling import EpisodeRequested
+from stages.arena_launch.arena_runner import ArenaRunner
 from stages.arena_launch.ports import Access, LaunchTry, SessionTicket
 from stages.arena_launch.stage import LaunchSettings, launch_episode
 from stages.clients.arena.secret import Secret
@@ -47,11 +48,13 @@ class World:
 
     async def run(self, requested: EpisodeRequested | None = None):
         arena = ArenaSettings(**{"poll_interval_s": 0.01, **self.settings})
+        ports = {"pause": self._pause, **self.ports}
+        groups = ports.pop("groups", None)
         return await launch_episode(
             requested or self.requested(),
-            launches=self, sessions=self, route=self, arena=self,
+            launches=self, sessions=self, groups=groups, metrics=self.metrics,
+            runners={StreamRunner.ARENA: ArenaRunner(self, self, arena, **ports)},
             settings=LaunchSettings(streams=self.streams, arena=arena, attempts=3),
-            metrics=self.metrics, **{"pause": self._pause, **self.ports},
         )  # fmt: skip
 
     async def _pause(self, delay_s: float, _over) -> None:

@@ -1,0 +1,160 @@
+"""Episodes as tasks of an Arena: launched once, polled to their terminal result.
+
+    reach the model ─▶ intent on the log ─▶ POST ─▶ task id on the log ─▶ poll ─▶ ending
+
+No Arena call cancels a task or makes a launch idempotent. Knows no session's content and no reward mapping.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Final
+
+import anyio
+import structlog
+
+from schemas.config_arena import ArenaSettings, StreamConfig
+from schemas.messages.rollout import EpisodeLaunched, SessionClosed
+from stages.arena_launch.polling import Pace, Pause, pause
+from stages.arena_launch.ports import Access, Arena, Ending, Episode, RewardCheck, Route, TryLog
+from stages.clients.arena.classify import LAUNCH_REFUSED, LOCAL_WAIT_CANCELLED, LOCAL_WAIT_TIMEOUT
+from stages.clients.arena.client import Launch
+from stages.clients.arena.errors import (
+    ArenaBusyError,
+    ArenaContractError,
+    ArenaError,
+    ArenaFatalError,
+    ArenaNotFoundError,
+    ArenaRetryableError,
+    RewardDriftError,
+)
+from stages.clients.arena.retry import pause_s
+from stages.clients.arena.wire import TaskResult
+
+log = structlog.get_logger("headrace.launch")
+
+
+class ArenaRunner:
+    """An `EpisodeRunner` over an Arena."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        route: Route,
+        settings: ArenaSettings,
+        *,
+        reward: RewardCheck | None = None,
+        pace: Pace | None = None,
+        pause: Pause = pause,
+    ) -> None:
+        self._arena: Final = arena
+        self._route: Final = route
+        self._settings: Final = settings
+        self._reward: Final = reward
+        self._pace: Final = pace or Pace(settings.poll_interval_s)
+        self._pause: Final = pause
+
+    async def refusal(self, stream: StreamConfig) -> str:
+        if self._reward is not None:
+            try:
+                await self._reward.check(stream)
+            except RewardDriftError as error:
+                return str(error)
+        return ""
+
+    @asynccontextmanager
+    async def play(self, episode: Episode, log: TryLog, over: anyio.Event) -> AsyncGenerator[Ending]:
+        async with self._route.reach(episode.stream, episode.ticket) as access:
+            yield await self._play(episode, access, log, over)
+
+    @asynccontextmanager
+    async def take_over(
+        self, launched: EpisodeLaunched, task_id: str, stream: StreamConfig, over: anyio.Event
+    ) -> AsyncGenerator[Ending]:
+        log.info("a running task is taken over", session=launched.session, task_id=task_id)
+        async with self._route.resume(launched):
+            with self._pace.watching():
+                ending = await self._watch(task_id, stream, over)
+            yield ending
+
+    async def disown(self, launched: EpisodeLaunched) -> None:
+        await self._route.forget(launched)
+
+    async def explain(self, launched: EpisodeLaunched, ending: Ending, closed: SessionClosed) -> object:
+        if ending.status != "HARNESS_FAILED":
+            return None
+        if not closed.num_interactions:
+            await self._route.suspect(launched)
+        path = self._settings.receipt_path
+        if ending.result is None or not path:
+            return None
+        try:
+            return await self._arena.receipt(path, ending.result.task_id)
+        except ArenaError as error:
+            log.warning("no receipt", task_id=ending.result.task_id, error=str(error))
+            return {"unreadable": str(error)}  # asked for and not to be had: never a looser rule
+
+    async def _play(self, episode: Episode, access: Access, log: TryLog, over: anyio.Event) -> Ending:
+        async with self._pace.launching:  # from intent to task id: what a fault can leave in doubt stays bounded
+            await log.intend(route=self._route.name, model_name=access.model_name)
+            try:
+                result = await self._post(_launch_of(episode, access))
+            except ArenaFatalError as error:
+                return Ending(status=LAUNCH_REFUSED, error=str(error))
+            if result.terminal:
+                return Ending(status=result.status, result=result)
+            await log.accept(result.task_id)
+        with self._pace.watching():
+            return await self._watch(result.task_id, episode.stream, over)
+
+    async def _post(self, launch: Launch) -> TaskResult:
+        """POST; only 429 is answered by another one under the same session, since then nothing was launched."""
+        for number in range(self._settings.request_retries):
+            try:
+                return await self._arena.launch(launch)
+            except ArenaBusyError:
+                await self._pause(pause_s(number, None, datetime.now(UTC)), anyio.Event())
+        return await self._arena.launch(launch)
+
+    async def _watch(self, task_id: str, stream: StreamConfig, over: anyio.Event) -> Ending:
+        """Poll a task until its terminal result, its deadline, or its group's end; an Arena that is away is waited for."""
+        started_s = anyio.current_time()
+        timeout_s = self._settings.task_timeout_s
+        unit = zlib.crc32(task_id.encode()) / 2**32
+        away = ""
+        while (age_s := anyio.current_time() - started_s) < timeout_s:
+            due_s = anyio.current_time() + min(self._pace.wait_s(stream.name, age_s, unit), timeout_s - age_s)
+            await self._pause(due_s - anyio.current_time(), over)
+            if over.is_set():
+                return Ending(status=LOCAL_WAIT_CANCELLED, error="its group is closed")
+            self._pace.looked(anyio.current_time() - due_s)
+            try:
+                result = await self._arena.task_result(task_id)
+            except ArenaNotFoundError as error:
+                return Ending(status="NOT_FOUND", error=str(error))
+            except ArenaContractError as error:
+                return Ending(status="CONTRACT", error=str(error))
+            except ArenaRetryableError as error:
+                away = str(error)
+                continue
+            if result.terminal:
+                self._pace.ended(stream.name, anyio.current_time() - started_s)
+                return Ending(status=result.status, result=result)
+        reason = f"task {task_id} had no terminal result within {timeout_s:g} s"
+        return Ending(status=LOCAL_WAIT_TIMEOUT, error=f"{reason}; {away}" if away else reason)
+
+
+def _launch_of(episode: Episode, access: Access) -> Launch:
+    return Launch(
+        stream_id=episode.stream.stream_id,
+        data_id=episode.requested.data_id,
+        model_name=access.model_name,
+        base_url=access.base_url,
+        api_key=access.api_key,
+        envs=dict(access.envs),
+        session_id=episode.ticket.session,
+        harness=episode.stream.harness,
+    )
