@@ -5,6 +5,8 @@ A head is all that an index needs, so an index lost in a crash is built again wi
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter, methodcaller
@@ -115,8 +117,34 @@ _topic_of: Final[Callable[[list[str]], tuple[str, str]]] = itemgetter(2, 3)
 _entity_of: Final[Callable[[list[str]], str]] = itemgetter(_KEY_AT)
 
 
-def encode_messages(records: Sequence[Record], missing: Sequence[str] = ()) -> tuple[bytes, bytes]:
-    """Head and body of a block."""
+class PackedBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A block of messages that is still to be compressed and written."""
+
+    head: bytes
+    raw: bytes
+    count: int
+    last_sequence: int
+
+
+def compress_messages(raw: bytes) -> bytes:
+    """The body of a block. Runs without the interpreter's lock: other threads go on."""
+    return zstandard.ZstdCompressor(level=_MESSAGE_LEVEL).compress(raw)
+
+
+def pack_messages(records: Sequence[Record], missing: Sequence[str] = ()) -> list[PackedBlock]:
+    """Blocks of messages, in order."""
+    blocks: list[PackedBlock] = []
+    ends = list(itertools.accumulate(len(record.data) for record in records))
+    start = 0
+    while start < len(records):
+        before = ends[start - 1] if start else 0
+        end = max(start + 1, bisect.bisect_left(ends, before + BLOCK_BYTES))
+        blocks.append(_packed(records[start:end], () if blocks else missing))
+        start = end
+    return blocks
+
+
+def _packed(records: Sequence[Record], missing: Sequence[str]) -> PackedBlock:
     # This function decides how fast a run can be recorded: what is done once a message is left to C.
     subjects = [record.subject for record in records]
     datas = [record.data for record in records]
@@ -144,7 +172,6 @@ def encode_messages(records: Sequence[Record], missing: Sequence[str] = ()) -> t
         data=b"".join(datas),
         headers={number: dict(record.headers) for number, record in enumerate(records) if record.headers},
     )
-    raw = _encoder.encode(columns)
     head = MessageHead(
         count=len(records),
         first_sequence=records[0].sequence,
@@ -157,7 +184,12 @@ def encode_messages(records: Sequence[Record], missing: Sequence[str] = ()) -> t
         marks=marks,
         missing=list(missing),
     )
-    return _encoder.encode(head), zstandard.ZstdCompressor(level=_MESSAGE_LEVEL).compress(raw)
+    return PackedBlock(
+        head=_encoder.encode(head),
+        raw=_encoder.encode(columns),
+        count=len(records),
+        last_sequence=records[-1].sequence,
+    )
 
 
 def decode_message_head(raw: bytes) -> MessageHead:

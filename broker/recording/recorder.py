@@ -19,7 +19,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from broker.api import Broker, Record
 from broker.errors import PayloadMissingError
-from broker.recording.blocks import BLOCK_BYTES, topic_and_entity
+from broker.recording.blocks import BLOCK_BYTES, pack_messages, topic_and_entity
 from broker.recording.redaction import Redactor, Rule
 from broker.recording.references import (
     TOPICS_WITH_PAYLOADS,
@@ -178,7 +178,10 @@ class Recorder:
         if redactor is not None:
             block = await self._redacted(block, decoded, redactor)
             await anyio.to_thread.run_sync(self._writer.write_payloads, redactor.payloads)
-        await anyio.to_thread.run_sync(self._writer.write_messages, block, missing)
+        # Packed here, compressed and written there: the thread holds the interpreter's lock for moments only, and
+        # reading goes on beside it.
+        packed = pack_messages(block, missing)
+        await anyio.to_thread.run_sync(self._writer.write_packed, packed)
         self.figures.messages += len(block)
         self.figures.missing += len(missing)
         now = time.monotonic()

@@ -6,17 +6,15 @@ a recorder goes on after the last sequence that stands in the file.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
 
 from broker.api import Record
-from broker.recording.blocks import BLOCK_BYTES, PAYLOAD_BLOCK_BYTES, encode_messages, encode_payloads
+from broker.recording.blocks import PAYLOAD_BLOCK_BYTES, PackedBlock, compress_messages, encode_payloads, pack_messages
 from broker.recording.errors import NotARecordingError, RecordingError, WrongRunError
 from broker.recording.frames import PRELUDE_BYTES, FramePlace, Kind, encode_frame, prelude
 from broker.recording.header import Header, encode_header, read_header
@@ -85,11 +83,14 @@ class RecordingWriter:
         fresh = records
         if records and records[0].sequence <= self.last_sequence:
             fresh = [record for record in records if record.sequence > self.last_sequence]
-        for block in _blocks(fresh):
-            self._append(Kind.MESSAGES, *encode_messages(block, missing))
-            missing = ()
-            self.last_sequence = block[-1].sequence
-            self.num_messages += len(block)
+        self.write_packed(pack_messages(fresh, missing))
+
+    def write_packed(self, blocks: Sequence[PackedBlock]) -> None:
+        """Append packed blocks that follow on what the file holds."""
+        for block in blocks:
+            self._append(Kind.MESSAGES, block.head, compress_messages(block.raw))
+            self.last_sequence = block.last_sequence
+            self.num_messages += block.count
             if self._offset >= self._rotate_bytes:
                 self._rotate()
 
@@ -174,17 +175,6 @@ class RecordingWriter:
             if name is names[-1]:
                 writer._resume(name, loaded)
         return writer
-
-
-def _blocks(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-    """Cut where a block is full."""
-    ends = list(itertools.accumulate(len(record.data) for record in records))
-    start = 0
-    while start < len(records):
-        before = ends[start - 1] if start else 0
-        end = max(start + 1, bisect.bisect_left(ends, before + BLOCK_BYTES))
-        yield records[start:end]
-        start = end
 
 
 def _has_header(path: Path) -> bool:
