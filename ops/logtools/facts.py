@@ -10,7 +10,6 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from broker.api import Record
-from ops.logtools.names import Kind, Subject
 from ops.logtools.sources import LogSource, Told, tell
 from schemas.errors import InvalidIdError
 from schemas.messages import rollout as r
@@ -189,11 +188,6 @@ async def step_facts(source: LogSource) -> StepFacts:
     async for record in source.read([f"{run}.step.*.>", f"{run}.weights.*.>"]):
         facts.take(tell(record))
     return facts
-
-
-def concerns(subject: Subject, slot: int) -> bool:
-    """Whether a slot belongs to what was asked about."""
-    return subject.kind is Kind.GROUP or subject.slot == slot
 
 
 def _key(subject: str) -> tuple[str, ...]:

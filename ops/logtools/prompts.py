@@ -19,7 +19,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from schemas.errors import ConfigError
-from schemas.payload import content_id, digest
+from schemas.payload import digest
 
 _IDS: Final = ("data_id", "id")
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -272,8 +272,3 @@ def _check_message(row: PlacedRow, number: int, message: object) -> None:
     content = fields.get("content")
     if not isinstance(content, (str, list)) and not (content is None and fields.get("tool_calls")):
         raise RowError(f"{where}.content: expected a string or a list of parts, found {type(content).__name__}")
-
-
-def source_digest(prompts_digests: Iterable[bytes]) -> str:
-    """One id for all rows of a source, in order."""
-    return content_id(b"".join(prompts_digests))
