@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ops.config import RunConfig
+from ops.config import RunConfig, run_streams
 from ops.run_folder import Endpoints
+from schemas.config_arena import StreamRunner
 from stages.clients.arena.client import ArenaAccess
 from stages.clients.arena.secret import secret_from
 
@@ -28,3 +29,8 @@ def arena_access(config: RunConfig, endpoints: Endpoints, environ: Mapping[str, 
         registration_timeout_s=arena.registration_timeout_s,
         request_retries=arena.request_retries,
     )
+
+
+def uses_arena(config: RunConfig) -> bool:
+    """Whether an Arena plays any of the run's streams."""
+    return any(stream.runner is StreamRunner.ARENA for stream in run_streams(config).values())

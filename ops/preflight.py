@@ -35,6 +35,8 @@ async def run_preflight(config: RunConfig, *, allow_unhealthy: bool) -> Prefligh
         ArenaConfigError: The local Arena's can't.
     """
     streams = [stream for stream in run_streams(config).values() if stream.runner is StreamRunner.ARENA]
+    if not streams:  # nothing is asked of an Arena that plays nothing
+        return PreflightReport(streams=(), problems=(), allow_unhealthy=allow_unhealthy)
     settings = RegistrationSettings(
         run_label=f"headrace-{config.run.id}", cleanup_timeout_s=config.arena.cleanup_timeout_s
     )
@@ -44,7 +46,7 @@ async def run_preflight(config: RunConfig, *, allow_unhealthy: bool) -> Prefligh
         open_registrations(client, settings) as registrations,
         _standing_in(config) as endpoint,
     ):
-        proved = config.arena.route is not ArenaRoute.DIRECT and bool(streams)
+        proved = config.arena.route is not ArenaRoute.DIRECT
         return await preflight(
             client,
             streams,

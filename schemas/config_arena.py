@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -69,7 +70,21 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Finite and > 0; only ratios matter."""
     runner: StreamRunner = StreamRunner.ARENA
     agent: str = ""
-    """Other runners: import path `package.module:function`, or the environment's id."""
+    """Other runners: import path `package.module:function` of an async function, or the id of a verifiers taskset."""
+    agent_args: dict[
+        str, Any
+    ] = {}  # Any: keyword arguments of a user's function, or a verifiers environment's settings
+    """Other runners: further keyword arguments of the function, or the verifiers environment's own settings."""
+    agent_processes: int = 1
+    """Other runners: processes that play the stream's episodes, many at a time each."""
+    agent_timeout_s: float = 600.0
+    """Other runners: of one episode."""
+    agent_python: str = ""
+    """Other runners: interpreter of the processes, where the agent needs packages of its own; empty: this one."""
+    rows: str = ""
+    """Other runners: where the stream's rows come from, as `headrace publish prompts` takes them (a .jsonl file …); empty: they
+    are published. For a verifiers taskset the number of its tasks, empty: all.
+    """
     harness: str = ""
     """"key@version"; empty takes the stream's own default."""
     llm_protocol: LlmProtocol | None = None
@@ -208,10 +223,28 @@ def _check_stream(path: str, stream: StreamConfig) -> None:
         )
     if any(not name for name in stream.task_envs):
         raise ConfigError(f"{path}.task_envs: found an empty name, expected names of environment variables")
-    if stream.runner is not StreamRunner.ARENA and not stream.agent:
-        raise ConfigError(f"{path}.agent: found none, expected one for runner {stream.runner.value!r}")
+    _check_runner(path, stream)
     if stream.evaluate_every_versions < 0 or stream.evaluation_slots < 1:
         raise ConfigError(f"{path}.evaluate_every_versions: expected 0 or more, and evaluation_slots 1 or more")
+
+
+def _check_runner(path: str, stream: StreamConfig) -> None:
+    if stream.runner is not StreamRunner.ARENA and not stream.agent:
+        raise ConfigError(f"{path}.agent: found none, expected one for runner {stream.runner.value!r}")
+    if stream.runner is StreamRunner.FUNCTION and not _IMPORT_PATH.fullmatch(stream.agent):
+        raise ConfigError(f"{path}.agent: found {stream.agent!r}, expected package.module:function")
+    if stream.runner is StreamRunner.ARENA and (stream.rows or stream.agent):
+        raise ConfigError(
+            f"{path}.rows, .agent: an Arena has the tasks and plays them; expected none, or another runner"
+        )
+    if stream.runner is StreamRunner.VERIFIERS and stream.rows and not (stream.rows.isdecimal() and int(stream.rows)):
+        raise ConfigError(
+            f"{path}.rows: found {stream.rows!r}, expected a number of the taskset's tasks, or none for all"
+        )
+    if stream.agent_processes < 1:
+        raise ConfigError(f"{path}.agent_processes: found {stream.agent_processes}, expected at least 1")
+    if not (math.isfinite(stream.agent_timeout_s) and stream.agent_timeout_s > 0):
+        raise ConfigError(f"{path}.agent_timeout_s: found {stream.agent_timeout_s}, expected a finite number > 0")
 
 
 class _StreamList(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -25,7 +25,7 @@ from broker.settings import ConnectSettings
 from broker.topology import RunLimits
 from ops import VERSION
 from ops.accounts import RunAccount, account
-from ops.arena_access import LOCAL, arena_access
+from ops.arena_access import LOCAL, arena_access, uses_arena
 from ops.config import RunConfig, fold_digest, staleness_bound
 from ops.local_arena import local_arena_config
 from ops.run_folder import Endpoints, RunFolder
@@ -33,6 +33,7 @@ from ops.running.bridge import bridged
 from ops.running.disk import check_disk, watch_disk
 from ops.running.plan import arena_process, run_environment, run_processes
 from ops.running.progress import Progress
+from ops.running.recording import RecordingOutcome, RunRecording, check_recording, recorded
 from ops.running.rollouts import registrations_left, until_rolled_out
 from ops.running.source import check_source, find_source
 from ops.secrets import RunSecrets, run_secrets
@@ -60,18 +61,25 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     account: RunAccount
     interrupted: bool
     """Somebody asked it to stop; the same command resumes."""
+    recording: RecordingOutcome | None = None
 
 
-async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | None = None) -> RunOutcome:
+async def run(
+    config: RunConfig,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    recording: RunRecording | None = None,
+) -> RunOutcome:
     """Run until the last step, or until interrupted.
 
     Raises:
-        ConfigError, RunFolderError, ServerStartError: before anything started.
+        ConfigError, RunFolderError, ServerStartError, RecordingError: before anything started.
         RunFailedError: a process was given up.
     """
     started = time.monotonic()
     counted: RunAccount | None = None
     failure: Exception | None = None
+    kept: RecordingOutcome | None = None
     source = find_source(config) if config.run.from_run else None
     if source is not None:
         await check_source(source, config)
@@ -79,6 +87,8 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
     folder.create()
     check_disk(folder, config.run.min_free_disk_bytes)
     with folder.lock():
+        if recording is not None:
+            check_recording(recording, config.run.id)
         folder.write_config(config)
         secrets = run_secrets(folder.path)
         async with _stop_signals() as stopped, anyio.create_task_group() as tasks:
@@ -86,7 +96,10 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
             try:
                 await _prepare(folder, supervisor)
                 async with _nats(config, folder, tasks) as (url, settings):
-                    async with connect(url, config.run.id, settings, create=True, limits=_limits(config)) as broker:
+                    async with (
+                        connect(url, config.run.id, settings, create=True, limits=_limits(config)) as broker,
+                        recorded(recording, broker) as kept,
+                    ):
                         await _announce_start(config, broker)
                         endpoints = _endpoints(config, folder, url, settings)
                         progress = Progress(config)
@@ -101,9 +114,9 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
                             await _until_done(supervisor, stopped, *ends)
                             await supervisor.stop(servers=not config.run.rollout_only)
                         left = None
-                        if config.run.rollout_only:
+                        if config.run.rollout_only and uses_arena(config):
                             left = await registrations_left(broker, _arena_access(config, folder, secrets))
-                            await supervisor.stop()
+                        await supervisor.stop()
                         failure = bridge.failure if bridge else None
                         counted = await account(
                             broker,
@@ -121,7 +134,7 @@ async def run(config: RunConfig, *, on_progress: Callable[[Progress], None] | No
         raise RunFailedError(str(failure))
     if counted is None:
         raise RunFailedError("the run ended before it began")
-    return RunOutcome(account=counted, interrupted=stopped.is_set())
+    return RunOutcome(account=counted, interrupted=stopped.is_set(), recording=kept)
 
 
 @asynccontextmanager
@@ -268,7 +281,7 @@ async def _announce_start(config: RunConfig, broker: Broker) -> None:
 async def _start_all(
     config: RunConfig, folder: RunFolder, secrets: RunSecrets, endpoints: Endpoints, supervisor: Supervisor
 ) -> None:
-    local = config.arena.url == LOCAL and not config.run.from_run
+    local = config.arena.url == LOCAL and not config.run.from_run and uses_arena(config)
     environment = run_environment(config, secrets, local_arena=local)
     if local:
         await _start_arena(config, folder, endpoints, supervisor, environment)

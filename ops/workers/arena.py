@@ -11,6 +11,7 @@ import msgspec
 
 from broker.api import ConsumerSettings
 from ops.adapters import LogLaunches, LogRecorder
+from ops.agents.runner import ADAPTERS, open_agents
 from ops.arena_access import arena_access
 from ops.config import run_streams
 from ops.secrets import GENERATION_KEY_ENV
@@ -47,6 +48,9 @@ async def run_arena_launch(context: WorkerContext) -> None:
         if any(stream.runner is StreamRunner.ARENA for stream in streams.values()):
             slot = stack.enter_context(claim_slot(context.folder.path / "workers", STAGE))
             runners[StreamRunner.ARENA] = await stack.enter_async_context(_open_arena_runner(context, slot))
+        if any(stream.runner in ADAPTERS for stream in streams.values()):
+            agents = await stack.enter_async_context(open_agents(streams, config.arena, context.payloads))
+            runners.update(dict.fromkeys(ADAPTERS, agents))
         groups = ClosedGroups()
         following.start_soon(follow_closed_groups, context.log, groups)
         stage = bind(

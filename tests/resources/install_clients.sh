@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the agent clients that `pytest -m resources tests/stages/gateway` drives, outside the clone.
+# Install the agent clients that `pytest -m resources` drives (gateway, Arena, verifiers environments), outside the clone.
 # Idempotent; folder: $HEADRACE_CACHE (default ~/.cache/headrace), sub-folder clients/. Needs npm and python3.
 # With --competitors also the servers that `headrace bench gateway` compares with.
 set -euo pipefail
@@ -9,6 +9,7 @@ CLAUDE_CODE=2.1.332
 CODEX=0.171.0
 MINI_SWE_AGENT=2.4.6
 LITELLM=1.110.2
+VERIFIERS=0.4.0
 LITELLM_PROXY=1.99.4 # the newest whose proxy extra installs from the index alone
 RLLM_GATEWAY=0.1.0
 SMG=1.13.0
@@ -41,6 +42,7 @@ venv_client() { # folder, packages...
 npm_client claude-code "@anthropic-ai/claude-code@$CLAUDE_CODE"
 npm_client codex "@openai/codex@$CODEX"
 venv_client mini "mini-swe-agent==$MINI_SWE_AGENT" "litellm==$LITELLM"
+venv_client verifiers "verifiers==$VERIFIERS"
 
 if [ "${1:-}" = "--competitors" ]; then
   venv_client litellm-proxy "litellm[proxy]==$LITELLM_PROXY"
