@@ -36,6 +36,7 @@ COMMANDS: Final = (
     ("export", "ops.cli.export:export", _LOG, "A run or a recording as Parquet tables."),
     ("schema", "ops.cli.schema:schema", _LOG, "JSON Schema of every message."),
     ("bench", "ops.cli.bench:bench", _MORE, "Measure one part beside a bare reference."),
+    ("doctor", "ops.cli.doctor:doctor", _MORE, "Whether this machine and a config can run, with a fix for each finding."),
     ("version", "ops.cli.version:version", _MORE, "Versions of headrace and of what it stands on."),
 )
 

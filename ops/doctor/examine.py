@@ -1,0 +1,164 @@
+"""Everything that `headrace doctor` looks at, in order. Starts no part of a run."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import anyio.to_thread
+import msgspec
+
+from ops.arena_access import LOCAL
+from ops.config import RunConfig, load_config, run_streams
+from ops.doctor.checks import (
+    Finding,
+    check_credentials,
+    check_machine,
+    check_nats_server,
+    check_packages,
+    check_ports,
+    check_python,
+    check_servers,
+    check_torch,
+    error,
+    note,
+    ok,
+)
+from ops.doctor.facts import CredentialFacts, PortFacts
+from ops.doctor.probe import (
+    probe_gpus,
+    probe_holder,
+    probe_machine,
+    probe_nats_server,
+    probe_packages,
+    probe_port,
+    probe_torch,
+)
+from ops.doctor.servers import probe_servers
+from ops.local_arena import local_arena_config
+from ops.run_folder import RunFolder, RunFolderError
+from ops.running.source import find_source
+from schemas.config import EngineKind
+from schemas.errors import ConfigError
+
+_CREDENTIAL_FILES: Final = ("password_file", "token_file", "creds_file", "nkey_seed_file", "tls_key_file")
+_PUBLIC_FILES: Final = ("tls_ca_file", "tls_cert_file")
+
+
+async def examine(
+    path: str | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> list[Finding]:
+    """Look at machine and installation and, with a config, at everything that it needs."""
+    findings: list[Finding] = []
+    config: RunConfig | None = None
+    if path is not None:
+        try:
+            config = load_config(path, overrides)
+        except ConfigError as wrong:
+            findings.append(error("config", str(wrong), f"mend {path}, or give another value with --set"))
+    machine = await anyio.to_thread.run_sync(probe_machine, Path(config.run.dir if config else "."))
+    least = (config or RunConfig()).run.min_free_disk_bytes
+    findings += check_machine(machine, least_disk_bytes=least)
+    findings.append(check_python(sys.version_info[:3]))
+    findings += _packages(config)
+    if config is None or config.broker.url == "embedded":
+        binary = config.broker.server_binary if config else ""
+        findings.append(check_nats_server(*await anyio.to_thread.run_sync(probe_nats_server, binary)))
+    findings += await _torch(config)
+    if config is not None:
+        findings += _config(config)
+        findings += _ports(config)
+        findings += check_credentials(list(_credentials(config, environ)))
+        findings += check_servers(await probe_servers(config))
+        if config.arena.url != LOCAL:
+            findings.append(note("arena", "its streams are not asked here", f"headrace preflight {path}"))
+    return findings
+
+
+def _packages(config: RunConfig | None) -> list[Finding]:
+    try:
+        packages = probe_packages()
+    except metadata.PackageNotFoundError:
+        return [error("packages", "headrace is not installed in this Python", "pip install -e . in its folder")]
+    wanted = ["train"] if config is not None and _needs_torch(config) else []
+    if config is not None and (config.broker.creds_file or config.broker.nkey_seed_file):
+        wanted.append("auth")
+    return check_packages(packages, wanted_extras=wanted)
+
+
+def _needs_torch(config: RunConfig) -> bool:
+    return config.training.backend != "standin" or config.engine.kind is EngineKind.BUILTIN
+
+
+async def _torch(config: RunConfig | None) -> list[Finding]:
+    if config is not None and not _needs_torch(config):
+        return [ok("torch", "not needed by this config")]
+    trains = config is not None and config.training.backend != "standin"
+    facts = await anyio.to_thread.run_sync(probe_torch, msgspec.json.encode(config) if trains else b"")
+    gpus = await anyio.to_thread.run_sync(probe_gpus)
+    backend = config.training.backend if config else ""
+    findings = check_torch(facts, needed=config is not None, gpus=gpus, backend=backend)
+    if facts.config_error:
+        fix = "mend the config, or give another value with --set"
+        findings.append(error("config training", facts.config_error, fix))
+    return findings
+
+
+def _config(config: RunConfig) -> list[Finding]:
+    """What the file's own checks can't say without looking further."""
+    streams = ", ".join(run_streams(config))
+    findings = [ok("config", f"run {config.run.id!r} in {config.run.dir}; streams {streams}")]
+    fix = "mend the config, or give another value with --set"
+    if config.arena.url == LOCAL and not config.run.from_run:
+        try:
+            local_arena_config(config)
+        except ConfigError as wrong:
+            findings.append(error("config local_arena", str(wrong), fix))
+    if config.run.from_run:
+        try:
+            find_source(config)
+        except (ConfigError, RunFolderError) as wrong:
+            findings.append(error("config run.from_run", str(wrong), fix))
+    if config.policy.folder and not (Path(config.policy.folder) / "config.json").is_file():
+        found = f"{config.policy.folder}: expected a model's folder with config.json, found none"
+        findings.append(error("config policy.folder", found, "set policy.folder to a Hugging Face model's folder"))
+    return findings
+
+
+def _ports(config: RunConfig) -> list[Finding]:
+    wanted = [("gateway.port", config.gateway.host, config.gateway.port)]
+    if config.broker.url == "embedded":
+        wanted.append(("broker.server_port", "127.0.0.1", config.broker.server_port))
+    if config.arena.url == LOCAL and not config.run.from_run:
+        try:
+            served = local_arena_config(config)
+            wanted.append(("local_arena.port", served.host, served.port))
+        except ConfigError:
+            pass  # told by _config
+    ports: list[PortFacts] = [probe_port(*port) for port in wanted if port[2]]
+    if not ports:
+        return [ok("ports", "all are chosen when the run starts")]
+    return check_ports(ports, run_holder=probe_holder(RunFolder(config.run.dir).path / "run.lock"))
+
+
+def _credentials(config: RunConfig, environ: Mapping[str, str]) -> Iterator[CredentialFacts]:
+    broker = config.broker
+    for name in _CREDENTIAL_FILES + _PUBLIC_FILES:
+        place = str(getattr(broker, name))
+        if place:
+            file = Path(place)
+            there = file.is_file() and file.stat().st_size > 0
+            secret = name in _CREDENTIAL_FILES
+            others = there and secret and bool(file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
+            yield CredentialFacts(key=f"broker.{name}", place=place, present=there, open_to_others=others)
+    if config.arena.url != LOCAL:
+        for key, name in (
+            ("arena.token_env", config.arena.token_env),
+            ("arena.llm_api_key_env", config.arena.llm_api_key_env),
+        ):
+            yield CredentialFacts(key=key, place=name, present=bool(environ.get(name)))
