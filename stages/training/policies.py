@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from stages.learning.forward import CausalLM, PolicyForward
 from stages.training.lora import ADAPTER_FOLDER, LoraModel, LoraSettings
@@ -23,6 +24,11 @@ class Policy(Protocol):
     @property
     def network(self) -> nn.Module:
         """(tokens, layout, targets, temperature) → log-probs and entropies."""
+        ...
+
+    @property
+    def layout(self) -> str:
+        """Names the form of what is saved: checkpoints of one form can't be read in another."""
         ...
 
     @property
@@ -43,6 +49,13 @@ class Policy(Protocol):
         ...
 
     def load(self, saved: Mapping[str, Tensor]) -> None: ...
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:  # torch's own type for it is no more precise
+        """What a checkpoint keeps of its optimizer."""
+        ...
+
+    def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None: ...
     def write_extras(self, folder: Path) -> None:
         """What an exported folder has beside the whole weights. Collective; rank 0 writes."""
         ...
@@ -54,6 +67,8 @@ class Policy(Protocol):
 
 class HfPolicy:
     """A causal language model of transformers."""
+
+    layout = "hf"
 
     def __init__(
         self,
@@ -93,6 +108,12 @@ class HfPolicy:
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         self.model.load_state_dict(dict(saved), strict=False)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return cast("dict[str, Any]", get_optimizer_state_dict(self.network, optimizer))
+
+    def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.network, optimizer, state)
 
     def write_extras(self, folder: Path) -> None:
         if self._lora is None:

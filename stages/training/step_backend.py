@@ -17,7 +17,6 @@ import msgspec
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from schemas.messages.training import Manifest
 from stages.learning.attention import pack_layout
@@ -258,6 +257,8 @@ class StepBackend:
         """What the saved state depends on: shapes of what is saved and the optimizer's kind."""
         shapes = {name: [*tensor.shape] for name, tensor in self._policy.saved().items()}
         parts: list[object] = [shapes, "adamw"]
+        if self._policy.layout != "hf":
+            parts.append(self._policy.layout)
         if (critic := self._guides.critic) is not None:
             parts.append(critic.shapes())
         return xxhash.xxh3_64_hexdigest(msgspec.json.encode(parts, order="sorted"))
@@ -265,7 +266,7 @@ class StepBackend:
     def _state(self) -> dict[str, object]:
         state: dict[str, object] = {
             "model": self._policy.saved(),
-            "optimizer": get_optimizer_state_dict(self._policy.network, self._learner.optimizer),
+            "optimizer": self._policy.optimizer_state(self._learner.optimizer),
             "rng": torch.get_rng_state(),
         }
         if (critic := self._guides.critic) is not None:
@@ -277,7 +278,7 @@ class StepBackend:
 
     def _set_state(self, state: dict[str, object]) -> None:
         self._policy.load(_part(state, "model"))
-        set_optimizer_state_dict(self._policy.network, self._learner.optimizer, _part(state, "optimizer"))
+        self._policy.set_optimizer_state(self._learner.optimizer, _part(state, "optimizer"))
         if (critic := self._guides.critic) is not None:
             critic.set_state(state)
             self._num_critic_updates = int(cast("Tensor", state["critic_updates"]))

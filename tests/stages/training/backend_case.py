@@ -128,3 +128,32 @@ def assert_same_gradients(found: Outcome, expected: Outcome, bound: float = 1e-5
     for one, other in zip(found.gradients, expected.gradients, strict=True):
         assert max(float(np.abs(x).max()) for x in other) > 1e-2
         assert largest_difference(one, other) < bound
+
+
+def train_megatron(ranks: Ranks, case: Case, tensor_parallel: int) -> Outcome:
+    """The same over Megatron-Core; gradients come back whole, under HF names in order."""
+    from stages.training.megatron.backend import open_megatron_backend  # noqa: PLC0415 - slow to import
+
+    with open_megatron_backend(
+        settings_of(case), case.models, plan(case.budget), ranks, tensor_parallel=tensor_parallel
+    ) as backend:
+        policy, placement = backend._policy, backend._placement
+        gradients: list[list[np.ndarray]] = []
+
+        def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
+            whole = policy._as_hf({name: p.grad for name, p in policy._named()})
+            gradients.append(
+                [
+                    t.full_tensor()[: policy.vocabulary].numpy().copy()
+                    if "embed" in name
+                    else t.full_tensor().numpy().copy()
+                    for name, t in whole.items()
+                ]
+            )
+            return placement.clip(parameters, max_norm)
+
+        backend._learner = msgspec.structs.replace(
+            backend._learner, clip=lambda limit: clip([*policy.network.parameters()], limit)
+        )
+        found = outcome_of(backend, Recording(placement), case)
+    return msgspec.structs.replace(found, gradients=gradients)

@@ -1,0 +1,128 @@
+"""Qwen3 weights between the names and layouts of HF and Megatron-Core, and their parts among tensor-parallel ranks.
+
+    HF whole ─ shard ─▶ HF part of a rank ◀─ names, fused matrices ─▶ Megatron parameters of a rank
+
+Megatron fuses q, k, v (for each key head: its query heads, the key, the value) and gate over up. Pure; knows no process group.
+Shapes: D hidden, V vocabulary, E head size, K key heads of the rank, G query heads a key head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+_EMBEDDING: Final = "model.embed_tokens.weight"
+_OUTPUT: Final = "lm_head.weight"
+_PLAIN: Final = {
+    "embedding.word_embeddings.weight": _EMBEDDING,
+    "output_layer.weight": _OUTPUT,
+    "decoder.final_layernorm.weight": "model.norm.weight",
+}
+_IN_LAYER: Final = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+_QKV: Final = "self_attention.linear_qkv.weight"
+_GATE_UP: Final = "mlp.linear_fc1.weight"
+_LAYER: Final = re.compile(r"(?:decoder|model)\.layers\.(\d+)\.(.+)")
+
+
+class Heads(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention heads of one rank."""
+
+    num_kv_heads: int
+    head_size: int
+
+
+def hf_from_megatron(parameters: Mapping[str, Tensor], heads: Heads) -> dict[str, Tensor]:
+    """A rank's parameters under HF names; copies where matrices are fused.
+
+    Raises:
+        KeyError: a parameter that HF's Qwen3 doesn't have.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in parameters.items():
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            found[_PLAIN[name]] = tensor
+            continue
+        prefix, inner = f"model.layers.{match[1]}.", match[2]
+        if inner == _QKV:
+            q, k, v = _split_qkv(tensor, heads)
+            found |= {
+                f"{prefix}self_attn.{letter}_proj.weight": part for letter, part in zip("qkv", (q, k, v), strict=True)
+            }
+        elif inner == _GATE_UP:
+            gate, up = tensor.chunk(2)
+            found |= {f"{prefix}mlp.gate_proj.weight": gate, f"{prefix}mlp.up_proj.weight": up}
+        else:
+            found[prefix + _IN_LAYER[inner]] = tensor
+    return found
+
+
+def megatron_from_hf(weights: Mapping[str, Tensor], heads: Heads) -> dict[str, Tensor]:
+    """The inverse: a rank's HF parts as Megatron's parameters."""
+    plain = {hf: megatron for megatron, hf in _PLAIN.items()}
+    inner_names = {hf: megatron for megatron, hf in _IN_LAYER.items()}
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            found[plain[name]] = tensor
+            continue
+        source, target, inner = f"model.layers.{match[1]}.", f"decoder.layers.{match[1]}.", match[2]
+        if inner in inner_names:
+            found[target + inner_names[inner]] = tensor
+        elif inner == "self_attn.q_proj.weight":
+            q, k, v = (weights[f"{source}self_attn.{letter}_proj.weight"] for letter in "qkv")
+            found[target + _QKV] = _join_qkv(q, k, v, heads)
+        elif inner == "mlp.gate_proj.weight":
+            found[target + _GATE_UP] = torch.cat([tensor, weights[f"{source}mlp.up_proj.weight"]])
+    return found
+
+
+def sharded_dimension(hf_name: str) -> int | None:
+    """Along which a weight is divided among tensor-parallel ranks; None: every rank has it whole."""
+    if hf_name.endswith(("o_proj.weight", "down_proj.weight")):
+        return 1
+    if hf_name.endswith("norm.weight"):
+        return None
+    return 0
+
+
+def pad_vocabulary(tensor: Tensor, hf_name: str, padded: int) -> Tensor:
+    """Rows of zeros below an embedding or an output matrix, so that every rank gets as many."""
+    if hf_name not in {_EMBEDDING, _OUTPUT} or tensor.shape[0] == padded:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(padded - tensor.shape[0], tensor.shape[1])])
+
+
+def unpad_vocabulary(tensor: Tensor, hf_name: str, vocabulary: int) -> Tensor:
+    """Without them."""
+    return tensor[:vocabulary] if hf_name in {_EMBEDDING, _OUTPUT} else tensor
+
+
+def shard(tensor: Tensor, hf_name: str, rank: int, num_ranks: int) -> Tensor:
+    """A rank's part of a whole weight."""
+    dimension = sharded_dimension(hf_name)
+    return tensor if dimension is None else tensor.chunk(num_ranks, dimension)[rank]
+
+
+def _split_qkv(fused: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    rows_KGE = fused.view(heads.num_kv_heads, -1, heads.head_size, fused.shape[-1])
+    q, k, v = rows_KGE[:, :-2], rows_KGE[:, -2:-1], rows_KGE[:, -1:]
+    return (q.reshape(-1, fused.shape[-1]), k.reshape(-1, fused.shape[-1]), v.reshape(-1, fused.shape[-1]))
+
+
+def _join_qkv(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
+    parts = [part.view(heads.num_kv_heads, -1, heads.head_size, part.shape[-1]) for part in (q, k, v)]
+    return torch.cat(parts, dim=1).reshape(-1, q.shape[-1])
