@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import anyio
 import pytest
+import structlog
 
 WaitUntil = Callable[..., Awaitable[None]]
 
@@ -26,6 +28,18 @@ def wait_until() -> WaitUntil:
                 await anyio.sleep(0.005)
 
     return wait
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Whatever sets logging up in this process (a command called in a test) is undone for the next test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def pytest_configure() -> None:

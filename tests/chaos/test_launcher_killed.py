@@ -117,7 +117,7 @@ async def test_a_killed_launcher_leaves_one_counted_result_per_slot(tmp_path, ar
             async def half_launched() -> bool:
                 return await num_tasks() >= EPISODES // 2
 
-            await wait_until(half_launched, deadline_s=60)
+            await wait_until(half_launched, deadline_s=150)
             first.kill()
             await first.wait()
 
@@ -132,7 +132,7 @@ async def test_a_killed_launcher_leaves_one_counted_result_per_slot(tmp_path, ar
             async def all_ended() -> bool:
                 return len(await _read(log, EPISODE_ENDED)) >= EPISODES
 
-            await wait_until(all_ended, deadline_s=60)
+            await wait_until(all_ended, deadline_s=150)
             second.terminate()
             assert await second.wait() == 0
 

@@ -15,6 +15,7 @@ from stages.assembly.advantages import Estimator, EstimatorSettings
 from stages.assembly.fold import AssemblyFold
 from stages.assembly.normalization import Level, Normalization
 from stages.assembly.partition import MicroBatchPacking, PartitionSettings, RankBalance, partition
+from stages.assembly.settings import uses_group_statistics
 from stages.assembly.state import AssemblyState
 from stages.assembly.weights import Aggregation
 
@@ -66,9 +67,11 @@ def batches(draw):
         ),
         aggregation=mode,
         aggregation_divisor=64.0 if mode is Aggregation.CONSTANT else None,
-        # A step of these very groups: nothing is dropped for its size, only what has no token to train.
         min_usable_group_size=None,
     )
+    if not uses_group_statistics(configured):
+        # A step of lone members is no mistake of these settings: say so, as a user would.
+        configured = msgspec.structs.replace(configured, min_usable_group_size=1)
     return groups, configured, draw(st.randoms(use_true_random=False))
 
 
