@@ -22,6 +22,7 @@ from schemas.config import (
     BrokerSection,
     EngineSection,
     GatewaySection,
+    MetricsSection,
     PolicySection,
     RewardSection,
     RolloutSection,
@@ -65,6 +66,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """[loss]: the policy loss: the fields of LossConfig."""
     policy: PolicySection = PolicySection()
     training: TrainingSection = TrainingSection()
+    metrics: MetricsSection = MetricsSection()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -123,6 +125,7 @@ def check_config(config: RunConfig) -> None:
     _at_least("training.max_tokens_per_microbatch", config.training.max_tokens_per_microbatch, 1)
     _at_least("training.tokens_multiple", config.training.tokens_multiple, 1)
     _at_least("training.microbatch_multiple", config.training.microbatch_multiple, 1)
+    _at_least("metrics.port", config.metrics.port, 0)
     _at_least("training.keep_checkpoints", config.training.keep_checkpoints, 1)
     _one_of("sampling.order", config.sampling.order, ("smallest_next", "quota"))
     _one_of("engine.swap", config.engine.swap, ("in_place", "recompute", "abort", "drain"))

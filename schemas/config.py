@@ -247,3 +247,12 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     keep_weight_versions: int = 4
     standin_step_s: float = 0.0
     """Stand-in only: simulated duration of a step."""
+
+
+class MetricsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[metrics]: a Prometheus endpoint in every worker process (`/metrics`; needs the extra `metrics`)."""
+
+    port: int = 0
+    """0 = off; else the first of the ports: a process listens on `port` plus the place of its first stage (docs/metrics.md)."""
+    host: str = "127.0.0.1"
+    """Where it listens; it has no login, so another address than the loopback's is for closed networks."""

@@ -14,7 +14,7 @@ from broker.errors import BrokerError
 from ops.config import RunConfig
 from ops.run_folder import Endpoints, RunFolder
 from pipeline.log import RunLog, RunPayloads
-from pipeline.metrics import REPORT_PERIOD_S, Metrics, report_subject
+from pipeline.metrics import REPORT_PERIOD_S, Metrics, WorkerReport, report_subject
 
 log = structlog.get_logger("headrace.worker")
 
@@ -38,6 +38,10 @@ class WorkerContext:
         metrics = Metrics(self.broker.run, stage)
         self._metrics.append(metrics)
         return metrics
+
+    def reports(self) -> list[WorkerReport]:
+        """The counters of every service of this process, now."""
+        return [metrics.report() for metrics in self._metrics]
 
     def on_drain(self, drain: Callable[[], None]) -> None:
         """Call this when the process is told to end."""

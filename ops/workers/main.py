@@ -12,6 +12,7 @@ import structlog
 
 from ops.arena.lifeline import die_with_parent
 from ops.connection import connect_to
+from ops.metrics.serving import serve_metrics
 from ops.run_folder import RunFolder
 from ops.wiring import run_service
 from ops.workers.context import WorkerContext
@@ -34,6 +35,8 @@ async def run_worker(stages: Sequence[str], folder: RunFolder) -> None:
         async with anyio.create_task_group() as background:
             background.start_soon(_drain_on_signal, context)
             background.start_soon(context.announce_reports)
+            if config.metrics.port:
+                background.start_soon(serve_metrics, config.metrics, stages[0], context.reports)
             async with anyio.create_task_group() as services:
                 for stage in stages:
                     services.start_soon(run_service, stage, context)
