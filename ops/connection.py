@@ -1,15 +1,40 @@
-"""Which run is meant, and a connection to its log."""
+"""Which run is meant, and a connection to its log.
+
+A run that is over has no broker: its store is served here for as long as somebody looks, and its folder is locked as long,
+so that nobody resumes it meanwhile.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import anyio
+import msgspec
 
 from broker.api import Broker
 from broker.connect import connect
+from broker.embedded import embedded_server
+from broker.errors import NoSuchStreamError, NotConnectedError, StoreLockedError
 from broker.settings import ConnectSettings
 from ops.run_folder import Endpoints, RunFolder, RunFolderError
+
+_ANSWER_S: Final = 2.0
+"""A server on this machine that has not answered within this time is not there."""
+_OPEN_DEADLINE_S: Final = 15.0
+"""A run that starts or stops, and another look at it, hold its folder for a moment without its server answering."""
+_TRY_AGAIN_S: Final = 0.3
+
+
+class OpenedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that can be looked at."""
+
+    broker: Broker
+    is_running: bool = True
+    """False: its store is served for this look only, nothing new comes."""
 
 
 def find_run(target: str | None) -> RunFolder:
@@ -33,25 +58,100 @@ def find_run(target: str | None) -> RunFolder:
 async def open_run(
     target: str | None = None, *, url: str | None = None, name: str = "headrace"
 ) -> AsyncGenerator[Broker]:
-    """Connect to a run: by its folder, or by a broker's URL and the run's id as `target`.
+    """A run's log: by the run's folder, also when the run is over, or by a broker's URL and the run's id as `target`.
 
     Raises:
-        RunFolderError: there is no such run.
+        RunFolderError: there is no such run, or it is over and its store can't be served.
         NotConnectedError: its broker does not answer.
     """
-    if url is not None:
-        if target is None:
-            raise RunFolderError("--url needs the run's id beside it")
-        endpoints = Endpoints(run=target, broker_url=url)
-    else:
-        endpoints = find_run(target).read_endpoints()
-    async with connect_to(endpoints, name=name) as broker:
-        yield broker
+    async with look_at_run(target, url=url, name=name) as opened:
+        yield opened.broker
 
 
 @asynccontextmanager
-async def connect_to(endpoints: Endpoints, *, name: str) -> AsyncGenerator[Broker]:
+async def look_at_run(
+    target: str | None = None, *, url: str | None = None, name: str = "headrace"
+) -> AsyncGenerator[OpenedRun]:
+    """As `open_run`, and whether the run is running."""
+    async with AsyncExitStack() as stack:
+        if url is not None:
+            if target is None:
+                raise RunFolderError("--url needs the run's id beside it")
+            endpoints = Endpoints(run=target, broker_url=url)
+            yield OpenedRun(broker=await stack.enter_async_context(connect_to(endpoints, name=name)))
+            return
+        folder = find_run(target)
+        if folder.nats.is_dir():
+            yield await _answering_or_served(folder, name, stack)
+        else:
+            yield OpenedRun(broker=await stack.enter_async_context(connect_to(folder.read_endpoints(), name=name)))
+
+
+async def _answering_or_served(folder: RunFolder, name: str, stack: AsyncExitStack) -> OpenedRun:
+    """The broker that a run in this folder embeds, or, if it is over, a server over its store."""
+    run, reason = folder.read_endpoints().run, ""
+    with anyio.move_on_after(_OPEN_DEADLINE_S):
+        while True:
+            try:
+                # The server of a run that restarts may have moved: its place is read anew.
+                return OpenedRun(broker=await _answering(folder, name, stack))
+            except (NotConnectedError, NoSuchStreamError) as error:
+                reason = str(error)
+            try:
+                broker = await stack.enter_async_context(served_store(folder, run, name=name))
+            except (RunFolderError, StoreLockedError) as error:
+                reason = str(error)
+            else:
+                return OpenedRun(broker=broker, is_running=False)
+            await anyio.sleep(_TRY_AGAIN_S)
+    raise RunFolderError(
+        f"run {run!r} in {folder.path}: its server did not answer for {_OPEN_DEADLINE_S:g} s and its store is held ({reason})"
+    )
+
+
+async def _answering(folder: RunFolder, name: str, stack: AsyncExitStack) -> Broker:
+    async with AsyncExitStack() as attempt:
+        endpoints = folder.read_endpoints()
+        await _check_port(endpoints.broker_url)
+        broker = await attempt.enter_async_context(connect_to(endpoints, name=name, deadline_s=_ANSWER_S))
+        await broker.log_status()  # another run's server may have taken the port
+        stack.push_async_exit(attempt.pop_all().__aexit__)
+        return broker
+
+
+async def _check_port(url: str) -> None:
+    """See at once that nobody listens there, where a client would try for a while.
+
+    Raises:
+        NotConnectedError: nobody does.
+    """
+    place = urlsplit(url)
+    try:
+        with anyio.fail_after(_ANSWER_S):
+            stream = await anyio.connect_tcp(place.hostname or "127.0.0.1", place.port or 4222)
+            await stream.aclose()
+    except (OSError, TimeoutError) as error:
+        raise NotConnectedError(f"expected a NATS server at {url}, nobody listens there") from error
+
+
+@asynccontextmanager
+async def served_store(folder: RunFolder, run: str, *, name: str) -> AsyncGenerator[Broker]:
+    """The log of a run that is over, through a server of one's own over its store.
+
+    Raises:
+        RunFolderError, StoreLockedError: the run goes on, or somebody else looks at it.
+    """
+    with folder.lock():
+        async with embedded_server(folder.nats) as server, AsyncExitStack() as stack:
+            settings = server.connect_settings(ConnectSettings(name=name))
+            yield await stack.enter_async_context(connect(server.url, run, settings))
+
+
+@asynccontextmanager
+async def connect_to(endpoints: Endpoints, *, name: str, deadline_s: float | None = None) -> AsyncGenerator[Broker]:
     """A connection to the run's broker."""
     settings = ConnectSettings(name=name, token_file=endpoints.broker_token_file)
+    if deadline_s is not None:
+        settings = msgspec.structs.replace(settings, connect_deadline_s=deadline_s)
     async with connect(endpoints.broker_url, endpoints.run, settings) as broker:
         yield broker

@@ -33,6 +33,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[StageStatus]
     silent: list[str]
     """Stages with a consumer and no worker that says anything."""
+    is_running: bool = True
+    """False: the run is over or stopped; this is what its log holds."""
 
 
 async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float = LISTEN_S) -> RunStatus:

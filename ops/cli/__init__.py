@@ -12,6 +12,7 @@ from typing import Final
 import cyclopts
 
 from ops import VERSION
+from pipeline.logs import set_up_logs
 
 EPILOGUE: Final = "Start here:  headrace run examples/quickstart.toml"
 _RUN: Final = cyclopts.Group("Run", sort_key=0)
@@ -36,7 +37,12 @@ COMMANDS: Final = (
     ("export", "ops.cli.export:export", _LOG, "A run or a recording as Parquet tables."),
     ("schema", "ops.cli.schema:schema", _LOG, "JSON Schema of every message."),
     ("bench", "ops.cli.bench:bench", _MORE, "Measure one part beside a bare reference."),
-    ("doctor", "ops.cli.doctor:doctor", _MORE, "Whether this machine and a config can run, with a fix for each finding."),
+    (
+        "doctor",
+        "ops.cli.doctor:doctor",
+        _MORE,
+        "Whether this machine and a config can run, with a fix for each finding.",
+    ),
     ("version", "ops.cli.version:version", _MORE, "Versions of headrace and of what it stands on."),
 )
 
@@ -66,5 +72,6 @@ def build_app(called: str = "") -> cyclopts.App:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    set_up_logs(process=given[0] if given else "headrace", level="WARNING")
     result = build_app(given[0] if given else "")(given, result_action="return_value")
     return result if isinstance(result, int) else 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Annotated
 
 import anyio
@@ -10,10 +12,12 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 
-from ops.cli.failing import EXIT_INTERRUPTED, plain_errors
+from ops.cli.failing import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, plain_errors
 from ops.config import RunConfig, load_config
 from ops.running.progress import Progress
+from ops.running.recording import RecordingOutcome, RunRecording
 from ops.running.run import RunFailedError, RunOutcome
 from ops.running.run import run as run_run
 from ops.running.screen import draw, print_summary
@@ -28,6 +32,8 @@ def run(
     from_run: str | None = None,
     no_training: bool = False,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative=())] = None,
+    record: Path | None = None,
+    redact: Annotated[list[str] | None, Parameter(negative=())] = None,
     json: bool = False,
     quiet: bool = False,
     log_level: str = "WARNING",
@@ -37,6 +43,7 @@ def run(
     Examples:
         headrace run examples/quickstart.toml
         headrace run examples/quickstart.toml --steps 3 --json --set run.dir=runs/try
+        headrace run examples/quickstart.toml --record quickstart.hrrec
         headrace run other-loss.toml --from-run runs/quickstart
 
     Parameters
@@ -53,6 +60,11 @@ def run(
         --set run.rollout_only=true.
     set_
         Override one setting, a.b=value; may be repeated.
+    record
+        Record the whole run into this file, as `headrace record` does; a resumed run goes on with it. A recording that
+        fails does not end the run: it is told at once, and the exit code is 1.
+    redact
+        With --record: what must not be written, TOPIC.FIELD=drop, =mask or =hash, or `secrets`. May be repeated.
     json
         Make the last line on stdout one JSON object; progress and logs go to stderr.
     quiet
@@ -67,27 +79,47 @@ def run(
     if from_run is not None:
         overrides.append(f"run.from_run={msgspec.json.encode(from_run).decode()}")
     console = Console(stderr=True)
-    with plain_errors(RunFailedError):
+    if redact and record is None:
+        sys.stderr.write("headrace run: --redact belongs to --record FILE\n")
+        return EXIT_USAGE
+    recording = None if record is None else RunRecording(path=str(record), rules=tuple(redact or ()))
+    with plain_errors(RunFailedError, OSError):
         loaded = load_config(config, overrides)
-        live = console.is_terminal and not quiet
-        outcome = _watched(loaded, console) if live else anyio.run(run_run, loaded, backend_options=_UVLOOP)
+        outcome = _run(loaded, recording, console if console.is_terminal and not quiet else None)
     print_summary(outcome.account, console, folder=loaded.run.dir, interrupted=outcome.interrupted)
     if json:
         sys.stdout.write(msgspec.json.encode(outcome.account).decode() + "\n")
         sys.stdout.flush()
+    if outcome.recording is not None:
+        _print_recording(outcome.recording, console)
+        if outcome.recording.failure:
+            return EXIT_FAILED
     return EXIT_INTERRUPTED if outcome.interrupted else 0
 
 
-_UVLOOP = {"use_uvloop": True}
-
-
-def _watched(loaded: RunConfig, console: Console) -> RunOutcome:
-    with Live(console=console, auto_refresh=False, screen=True) as live:
+def _run(loaded: RunConfig, recording: RunRecording | None, screen: Console | None) -> RunOutcome:
+    with nullcontext() if screen is None else Live(console=screen, auto_refresh=False, screen=True) as live:
 
         def show(progress: Progress) -> None:
-            live.update(draw(progress, width=console.width), refresh=True)
+            if live is not None and screen is not None:
+                live.update(draw(progress, width=screen.width), refresh=True)
 
-        async def watched() -> RunOutcome:
-            return await run_run(loaded, on_progress=show)
+        async def work() -> RunOutcome:
+            return await run_run(loaded, on_progress=None if live is None else show, recording=recording)
 
-        return anyio.run(watched, backend_options=_UVLOOP)
+        return anyio.run(work, backend_options={"use_uvloop": True})
+
+
+def _print_recording(recording: RecordingOutcome, console: Console) -> None:
+    figures = recording.figures
+    console.print(
+        f"recorded {figures.messages:,} messages up to sequence {figures.last_sequence:,}, {figures.payloads:,} payloads: "
+        f"{recording.path}",
+        highlight=False,
+    )
+    if recording.failure:
+        console.print(
+            f"[bold red]not all of the run is recorded:[/] {escape(recording.failure)}\n"
+            f"`headrace record RUN -o {recording.path}` goes on with the file",
+            highlight=False,
+        )

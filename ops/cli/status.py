@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ops.cli.failing import plain_errors
-from ops.connection import open_run
+from ops.connection import look_at_run
 from ops.status import RunStatus, run_status
 from ops.wiring import STAGES
 
@@ -35,8 +35,11 @@ def status(run: str | None = None, /, *, url: str | None = None, json: bool = Fa
     """
 
     async def look() -> RunStatus:
-        async with open_run(run, url=url, name="status") as broker:
-            return await run_status(broker, STAGES)
+        async with look_at_run(run, url=url, name="status") as opened:
+            if opened.is_running:
+                return await run_status(opened.broker, STAGES)
+            found = await run_status(opened.broker, STAGES, listen_s=0)
+            return msgspec.structs.replace(found, is_running=False)
 
     with plain_errors():
         found = anyio.run(look)
@@ -53,6 +56,8 @@ def _print(found: RunStatus, console: Console) -> None:
         f"[bold]run {found.run}[/]   log {log.num_messages:,} messages, {log.size_bytes / 1e6:,.1f} MB"
         f"   payloads {log.payload_bytes / 1e6:,.1f} MB   {log.connected_url}"
     )
+    if not found.is_running:
+        console.print("not running; this is what its log holds. `headrace run` with its config goes on", style="yellow")
     table = Table(box=None, pad_edge=False, expand=True)
     table.add_column("stage", no_wrap=True)
     for name in ("workers", "in", "out", "pending", "in hand", "dead"):
@@ -63,7 +68,7 @@ def _print(found: RunStatus, console: Console) -> None:
         received = sum(report.received for report in stage.workers)
         published = sum(report.published for report in stage.workers)
         dead = sum(report.dead for report in stage.workers)
-        waits = Text("no worker says anything", style="bold red")
+        waits = Text("no worker says anything", style="bold red") if found.is_running else Text("")
         if stage.workers:
             waits = Text("\n").join(
                 Text(

@@ -9,7 +9,7 @@ from rich.text import Text
 from broker.api import Broker
 from ops.cli.failing import plain_errors
 from ops.cli.output import console, run_until_interrupt, write_json
-from ops.connection import open_run
+from ops.connection import look_at_run
 from ops.logtools.expressions import Expression, field_names
 from ops.logtools.names import parse_name
 from ops.logtools.patterns import parse_pattern
@@ -28,6 +28,7 @@ from ops.logtools.tap import (
 from ops.logtools.tap import (
     tap as tap_log,
 )
+from ops.run_folder import RunFolderError
 from schemas.errors import ConfigError
 from schemas.topics import TOPICS
 
@@ -41,6 +42,7 @@ def tap(
     follow: str | None = None,
     per_second: int = 50,
     limit: int | None = None,
+    from_start: bool = False,
     url: str | None = None,
     json: bool = False,
 ) -> int:
@@ -53,6 +55,7 @@ def tap(
         headrace tap episode.ended --where 'score < 0.5 and stream == "math"' --fields group,slot,score,error
         headrace tap '>' --rate
         headrace tap --follow g12/3
+        headrace tap step --from-start
 
     Parameters
     ----------
@@ -72,6 +75,8 @@ def tap(
         Messages shown a second.
     limit
         End after so many messages.
+    from_start
+        Begin with the log's first message; nothing that stands is passed over. All there is of a run that is over.
     url
         Broker of a run whose folder is elsewhere.
     json
@@ -82,7 +87,9 @@ def tap(
             raise ConfigError("tap: expected a pattern such as episode.ended, or --follow EPISODE; '>' is everything")
         if per_second < 1:
             raise ConfigError(f"--per-second: expected at least 1, found {per_second}")
-        run_until_interrupt(lambda: _tap(pattern, run, where, fields, rate, follow, per_second, limit, url, json))
+        run_until_interrupt(
+            lambda: _tap(pattern, run, where, fields, rate, follow, per_second, limit, from_start, url, json)
+        )
     return 0
 
 
@@ -95,10 +102,16 @@ async def _tap(
     follow: str | None,
     per_second: int,
     limit: int | None,
+    from_start: bool,
     url: str | None,
     json: bool,
 ) -> None:
-    async with open_run(run, url=url, name="tap") as broker:
+    async with look_at_run(run, url=url, name="tap") as opened:
+        broker = opened.broker
+        if not opened.is_running and (rate or not from_start):
+            raise RunFolderError(
+                f"run {broker.run!r} is not running, so nothing new comes; `headrace tap … --from-start` shows what its log holds"
+            )
         parsed = [parse_pattern(text, broker.run) for text in patterns]
         filters = [found.filter for found in parsed]
         topics = {name for found in parsed for name in found.topics}
@@ -115,7 +128,7 @@ async def _tap(
         paths = [path.strip() for path in fields.split(",")] if fields else []
         check_fields(paths, known)
         expression = Expression(where, known) if where is not None else None
-        settings = TapSettings(per_second=per_second, limit=limit)
+        settings = TapSettings(per_second=per_second, limit=limit, from_start=from_start, follow=opened.is_running)
         screen = console()
         async for seen in tap_log(broker, filters, settings, where=expression, only=only):
             _show(seen, paths, screen, json=json)

@@ -37,6 +37,10 @@ class TapSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Messages looked at a second for those that --where lets through."""
     limit: int | None = None
     """End after so many messages."""
+    from_start: bool = False
+    """Begin with the log's first message and pass over nothing until its present end is reached."""
+    follow: bool = True
+    """Go on with what comes; False only with `from_start`: end at the log's present end."""
 
 
 class Tapped(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +84,7 @@ async def tap(
     where: Expression | None = None,
     only: Callable[[Told], bool] | None = None,
 ) -> AsyncIterator[Tapped | LeftOut]:
-    """What comes from now on. Close the iterator to end.
+    """What comes from now on, or from the log's start. Close the iterator to end.
 
     Args:
         where: only messages that satisfy it.
@@ -88,11 +92,12 @@ async def tap(
     """
     wanted = tuple(filters)
     patterns = apart(wanted)
-    position = (await broker.log_status()).last_sequence
+    stands_to = (await broker.log_status()).last_sequence
+    position = 0 if settings.from_start else stands_to
     num_shown = 0
     while True:
         window = _Window(settings, bounded=only is None)
-        async with broker.read(patterns, after_sequence=position) as records:
+        async with broker.read(patterns, after_sequence=position, follow=settings.follow) as records:
             async for record in records:
                 position = record.sequence
                 if not any_matches(wanted, record.subject):
@@ -108,8 +113,10 @@ async def tap(
                         return
                     window.shown += 1
                 window.scanned += 1
-                if window.is_full():
+                if position > stands_to and window.is_full():
                     break
+        if not settings.follow:
+            return
         await window.wait()
         last = (await broker.log_status()).last_sequence
         if last > position:

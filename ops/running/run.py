@@ -87,8 +87,7 @@ async def run(
     folder.create()
     check_disk(folder, config.run.min_free_disk_bytes)
     with folder.lock():
-        if recording is not None:
-            check_recording(recording, config.run.id)
+        check_recording(recording, config.run.id)
         folder.write_config(config)
         secrets = run_secrets(folder.path)
         async with _stop_signals() as stopped, anyio.create_task_group() as tasks:
@@ -98,7 +97,8 @@ async def run(
                 async with _nats(config, folder, tasks) as (url, settings):
                     async with (
                         connect(url, config.run.id, settings, create=True, limits=_limits(config)) as broker,
-                        recorded(recording, broker) as kept,
+                        recorded(recording, broker, tasks) as kept,
+                        _ended(supervisor),
                     ):
                         await _announce_start(config, broker)
                         endpoints = _endpoints(config, folder, url, settings)
@@ -113,16 +113,11 @@ async def run(
                                 tasks.start_soon(until_rolled_out, broker, config, rolled_out)
                             await _until_done(supervisor, stopped, *ends)
                             await supervisor.stop(servers=not config.run.rollout_only)
-                        left = None
-                        if config.run.rollout_only and uses_arena(config):
-                            left = await registrations_left(broker, _arena_access(config, folder, secrets))
+                        left = await _registrations_left(config, broker, folder, secrets)
                         await supervisor.stop()
                         failure = bridge.failure if bridge else None
-                        counted = await account(
-                            broker,
-                            staleness_bound=staleness_bound(config),
-                            seconds=time.monotonic() - started,
-                        )
+                        seconds = time.monotonic() - started
+                        counted = await account(broker, staleness_bound=staleness_bound(config), seconds=seconds)
                         counted = msgspec.structs.replace(counted, registrations_left=left)
                     failure = supervisor.failure or failure
             except ProcessGivenUpError as error:
@@ -130,11 +125,18 @@ async def run(
             finally:
                 await supervisor.stop()
                 tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise RunFailedError(str(failure))
-    if counted is None:
-        raise RunFailedError("the run ended before it began")
+    if failure is not None or counted is None:
+        raise RunFailedError(str(failure or "the run ended before it began"))
     return RunOutcome(account=counted, interrupted=stopped.is_set(), recording=kept)
+
+
+@asynccontextmanager
+async def _ended(supervisor: Supervisor) -> AsyncGenerator[None]:
+    """On leaving, however, no worker writes any more."""
+    try:
+        yield
+    finally:
+        await supervisor.stop()
 
 
 @asynccontextmanager
@@ -303,6 +305,13 @@ async def _start_arena(
         folder.write_endpoints(msgspec.structs.replace(endpoints, arena_url=str(url)))
 
     await supervisor.start(arena_process(folder, str(config_file), environment), on_ready=ready)
+
+
+async def _registrations_left(config: RunConfig, broker: Broker, folder: RunFolder, secrets: RunSecrets) -> int | None:
+    """What a run that only rolls out left at its Arena; None where that is not looked at."""
+    if not (config.run.rollout_only and uses_arena(config)):
+        return None
+    return await registrations_left(broker, _arena_access(config, folder, secrets))
 
 
 def _arena_access(config: RunConfig, folder: RunFolder, secrets: RunSecrets) -> ArenaAccess:

@@ -16,11 +16,10 @@ import structlog
 
 from broker.api import Broker
 from broker.connect import connect
-from broker.embedded import EmbeddedServer
 from broker.errors import NoSuchStreamError, NotConnectedError, StoreLockedError
 from broker.settings import ConnectSettings
 from ops.config import RunConfig
-from ops.connection import find_run
+from ops.connection import find_run, served_store
 from ops.run_folder import RunFolder, RunFolderError
 from pipeline.log import RunLog
 from schemas.config import BrokerSection, RolloutSection, SamplingSection
@@ -152,16 +151,12 @@ async def _served(source: SourceRun, stack: AsyncExitStack) -> tuple[Broker, boo
     with anyio.move_on_after(_OPEN_DEADLINE_S):
         while True:
             try:
-                stack.enter_context(folder.lock())
-                server = EmbeddedServer(folder.nats)
-                await server.start()
+                broker = await stack.enter_async_context(served_store(folder, source.run, name="from-run"))
             except (RunFolderError, StoreLockedError) as error:
                 reason = str(error)
             else:
-                stack.push_async_callback(server.stop)
                 log.info("serving the log of a run that is over", run=source.run, folder=source.folder)
-                settings = server.connect_settings(ConnectSettings(name="from-run"))
-                return await stack.enter_async_context(connect(server.url, source.run, settings)), True
+                return broker, True
             try:
                 return await _connected(source, stack), False
             except (NotConnectedError, NoSuchStreamError):
