@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ops.bench.result import BenchResult
 
-BenchName = Literal["stage", "assembly", "record", "gateway", "launch"]
+BenchName = Literal["stage", "assembly", "record", "gateway", "launch", "train"]
 
 
 class _Bench(Protocol):

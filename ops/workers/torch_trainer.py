@@ -16,6 +16,7 @@ from stages.learning.losses.critic import CriticConfig
 from stages.learning.update import OptimizerSettings
 from stages.training.backends import ModelSettings, open_hf_backend
 from stages.training.critic import CriticSettings
+from stages.training.determinism import set_determinism
 from stages.training.errors import TrainingError
 from stages.training.fsdp2_placement import Fsdp2Settings
 from stages.training.lora import LoraSettings
@@ -23,7 +24,6 @@ from stages.training.ports import TrainerBackend
 from stages.training.ranks import process_group
 from stages.training.step_backend import StepSettings
 from stages.training.token_advantages import AdvantageSettings
-from stages.training.torch_backend import set_determinism
 
 S = TypeVar("S", bound=msgspec.Struct)
 

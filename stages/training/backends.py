@@ -60,6 +60,11 @@ def open_hf_backend(settings: StepSettings, models: ModelSettings, plan: Plan, r
             backend.close()
 
 
+def plain_backend(settings: StepSettings, plan: Plan, ranks: Ranks) -> StepBackend:
+    """The whole float32 model on every rank, and nothing beside it."""
+    return hf_backend(settings, ModelSettings(), plan, ranks, WholePlacement(ranks))
+
+
 def hf_backend(
     settings: StepSettings, models: ModelSettings, plan: Plan, ranks: Ranks, placement: Placement
 ) -> StepBackend:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -21,9 +21,8 @@ import msgspec
 import structlog
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from stages.training.errors import CheckpointError
 from stages.training.ranks import Ranks
@@ -72,32 +71,6 @@ def folders(root: Path) -> list[tuple[int, int, Path]]:
     return sorted(found)
 
 
-def write(
-    root: Path,
-    state: dict[str, object],
-    ranks: Ranks,
-    *,
-    step: int,
-    generation: int,
-    num_updates: int,
-    settings_hash: str,
-) -> Path:
-    """Write a checkpoint; collective. An existing one of the same step and generation is replaced."""
-    position = Position(step=step, generation=generation, num_updates=num_updates, settings_hash=settings_hash)
-    part = part_folder(root, position)
-    if ranks.rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    ranks.barrier()
-    writer = FileSystemWriter(part, sync_files=True)
-    with single_process_is_meant(), ranks.collective("the checkpoint's save"):
-        save(state, storage_writer=writer, no_dist=ranks.world_size == 1)
-    ranks.barrier()
-    target = seal(root, position, ranks.world_size) if ranks.rank == 0 else root / folder_name(position)
-    ranks.barrier()
-    return target
-
-
 def folder_name(position: Position) -> str:
     """Of a whole checkpoint."""
     return f"step-{position.step:07d}-g{position.generation}"
@@ -125,27 +98,6 @@ def seal(root: Path, position: Position, world_size: int) -> Path:
     part.replace(target)
     _sync_folder(root)
     return target
-
-
-def newest_whole(root: Path, settings_hash: str) -> tuple[CheckpointRecord, Path] | None:
-    """The newest checkpoint that matches its own list of files; damaged ones are named in the log and passed over.
-
-    Raises:
-        CheckpointError: It belongs to other settings.
-    """
-    for _, _, folder in reversed(folders(root)):
-        try:
-            record = verify(folder)
-        except CheckpointError as error:
-            log.warning("checkpoint is damaged: using the one before it", checkpoint=folder.name, reason=str(error))
-            continue
-        if record.settings_hash != settings_hash:
-            raise CheckpointError(
-                f"{folder} was written with other model or optimizer settings (hash {record.settings_hash}, now "
-                f"{settings_hash}): put them back, or start in another run folder"
-            )
-        return record, folder
-    return None
 
 
 def verify(folder: Path) -> CheckpointRecord:
@@ -188,17 +140,6 @@ def read(folder: Path, state: dict[str, object], ranks: Ranks) -> None:
             load(state, storage_reader=FileSystemReader(folder), no_dist=ranks.world_size == 1)
     except (CheckpointException, RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{folder} can't be loaded into this model: {error}") from error
-
-
-def prune(root: Path, *, keep: int, protected: Callable[[int], bool] = lambda _: False) -> None:
-    """Delete all but the newest `keep` steps, and parts that a killed writer left; `protected` steps stay."""
-    found = folders(root)
-    newest = sorted({step for step, _, _ in found})[-keep:]
-    latest = {step: generation for step, generation, _ in found}
-    for step, generation, folder in found:
-        superseded = generation != latest[step]
-        if superseded or (step not in newest and not protected(step)):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

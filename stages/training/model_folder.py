@@ -40,14 +40,6 @@ def read_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
     return cast("nn.Module", model).to(device).train()
 
 
-def hf_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a HF folder by name, on the CPU, sorted; a tied output matrix is left out."""
-    state = model.state_dict()
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    names = sorted(name for name in state if not (tied and name == "lm_head.weight"))
-    return {name: state[name].detach().cpu().contiguous() for name in names}
-
-
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """64-bit xxh3 over all tensors' bytes in order of name, 16 hex digits."""
     hasher = xxhash.xxh3_64()

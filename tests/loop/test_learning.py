@@ -30,9 +30,11 @@ from stages.learning.losses.sapo import Sapo
 from stages.learning.sampler import Sampler, SampleRequest
 from stages.learning.update import OptimizerSettings
 from stages.policy.tokenizer import FolderTokenizer, load_tokenizer
+from stages.training.backends import plain_backend
+from stages.training.determinism import set_determinism
 from stages.training.ports import RowArrays
 from stages.training.ranks import single_rank
-from stages.training.torch_backend import TorchBackend, TorchBackendSettings, set_determinism
+from stages.training.step_backend import StepSettings
 
 GROUPS, SLOTS, STEPS = 8, 8, 60
 METHODS = {
@@ -174,11 +176,11 @@ def learn(root: Path, method: str, seed: int) -> list[float]:
     shape = read_shape(model)
     sampler = Sampler(read_weights(model, shape), num_slots=64)
     player = Player(sampler, load_tokenizer(model), seed)
-    settings = TorchBackendSettings(
+    settings = StepSettings(
         model_folder=model, checkpoint_dir=str(root / "checkpoints"), optimizer=OptimizerSettings(lr=5e-4), loss=loss
     )
     budget = PartitionSettings(max_tokens_per_microbatch=8192)
-    trainer = TorchBackend(
+    trainer = plain_backend(
         settings, lambda manifest, ranks: partition_manifest(manifest, ranks, budget).ranks, single_rank()
     )
     waiting: deque[tuple[int, list[list[Rollout]]]] = deque()

@@ -22,10 +22,10 @@ from schemas import arrays
 from schemas.messages.rollout import RowTokens
 from schemas.messages.training import StepAssembled
 from stages.training.backends import hf_backend
+from stages.training.determinism import set_determinism
 from stages.training.loop import LoopSettings, TrainerLoop
 from stages.training.placement import WholePlacement
 from stages.training.ranks import single_rank
-from stages.training.torch_backend import set_determinism
 
 RUN = "t"
 

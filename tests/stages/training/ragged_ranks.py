@@ -23,9 +23,9 @@ from training_case import backend, step_of
 
 from schemas import arrays
 from schemas.messages.training import Manifest
+from stages.training.determinism import set_determinism
 from stages.training.ports import RowArrays
 from stages.training.ranks import process_group
-from stages.training.torch_backend import set_determinism
 
 HERE = Path(__file__).parent
 MicroBatches = Sequence[Sequence[Sequence[Sequence[int]]]]

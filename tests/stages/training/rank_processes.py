@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stages.training.determinism import set_determinism
 from stages.training.ranks import Ranks
-from stages.training.torch_backend import set_determinism
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -21,7 +21,6 @@ from stages.learning.sampler import Sampler, SampleRequest
 from stages.learning.update import OptimizerSettings, learning_rate
 from stages.training.batches import micro_batch
 from stages.training.errors import CheckpointError, TrainingError
-from stages.training.model_folder import hf_tensors
 from stages.training.ports import RowArrays
 from stages.training.ranks import single_rank
 from stages.training.updates import logprobs
@@ -38,7 +37,7 @@ def _repeatable():
 
 
 def weights(trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in hf_tensors(trainer._model).items()}
+    return {name: tensor.clone() for name, tensor in trainer._policy.tensors().items()}
 
 
 def train(trainer, first: int, last: int, **step) -> list[str]:
@@ -92,6 +91,8 @@ def test_checkpoints_are_kept_by_number_and_a_part_is_never_looked_at(tmp_path):
     for number in range(1, 5):
         train(trainer, number, number)
         trainer.save_checkpoint(number, 1)
+    trainer = backend(tmp_path, single_rank(), keep_checkpoints=2)
+    assert trainer.resume() == 4
     trainer.save_checkpoint(4, 2)
     assert trainer.checkpoint_steps() == [3, 4]
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-0000003-g1", "step-0000004-g2"]

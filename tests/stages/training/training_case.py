@@ -13,9 +13,11 @@ from stages.assembly.partition import PartitionSettings, partition_manifest
 from stages.learning.losses.config import LossConfig
 from stages.learning.update import OptimizerSettings
 from stages.policy.tiny import PolicySpec, make_policy_folder
+from stages.training.backends import plain_backend
+from stages.training.determinism import set_determinism
 from stages.training.ports import RowArrays
 from stages.training.ranks import Ranks, process_group
-from stages.training.torch_backend import TorchBackend, TorchBackendSettings, set_determinism
+from stages.training.step_backend import StepBackend, StepSettings
 
 SPEC = PolicySpec(
     hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, init_std=0.2, max_context=256
@@ -76,21 +78,20 @@ def plan(budget: int):
     return lambda manifest, num_ranks: partition_manifest(manifest, num_ranks, settings).ranks
 
 
-def backend(
-    folder: Path, ranks: Ranks, *, budget: int = 128, loss: LossConfig | None = None, **changes
-) -> TorchBackend:
+def backend(folder: Path, ranks: Ranks, *, budget: int = 128, loss: LossConfig | None = None, **changes) -> StepBackend:
     """A backend over a tiny policy in `folder/policy`, made if it isn't there."""
     if ranks.rank == 0 and not (folder / "policy" / "config.json").exists():
         make_policy_folder(folder / "policy", SPEC)
     ranks.barrier()
-    settings = TorchBackendSettings(
+    settings = StepSettings(
         model_folder=str(folder / "policy"),
         checkpoint_dir=str(folder / "checkpoints"),
         optimizer=OptimizerSettings(lr=3e-3, weight_decay=0.01, max_grad_norm=0.5, warmup_updates=3),
         loss=loss or LossConfig(),
+        async_checkpoints=False,
         **changes,
     )
-    return TorchBackend(settings, plan(budget), ranks)
+    return plain_backend(settings, plan(budget), ranks)
 
 
 def main(folder: Path, last_step: int, num_rows: int) -> None:
