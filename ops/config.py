@@ -194,6 +194,8 @@ def assembly_settings(config: RunConfig) -> AssemblySettings:
         "temperature": config.rollout.temperature,
         "run": config.run.id,
     }
+    if config.loss.get("proximal") == "reuse_train":  # exact for one mini-batch a step only
+        section = {key: value for key, value in section.items() if key != "mini_batch_groups"}
     return check_settings(_convert({**section, **tree}, AssemblySettings, "assembly"))
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
+import structlog
 
 from ops.config import RunConfig, assembly_settings, check_keys
 from ops.workers.partitioning import Planner, partition_settings
@@ -24,6 +25,8 @@ from stages.training.ports import TrainerBackend
 from stages.training.ranks import process_group
 from stages.training.step_backend import StepSettings
 from stages.training.token_advantages import AdvantageSettings
+
+log = structlog.get_logger("headrace.trainer")
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -58,15 +61,12 @@ def check_learning(config: RunConfig) -> None:
         settled = settle(
             loss,
             aggregation=assembly.aggregation,
-            num_minibatches=-(-assembly.groups_per_step // (assembly.mini_batch_groups or assembly.groups_per_step)),
+            num_minibatches=-(-assembly.groups_per_step // _mini_batch_groups(config, assembly.groups_per_step)),
         )
     except ValueError as error:
         raise ConfigError(f"loss: {error}") from error
-    if settled.warnings:
-        raise ConfigError(
-            f"assembly.mini_batch_groups: loss.proximal = {loss.proximal} is exact for one mini-batch a step: leave "
-            "mini_batch_groups out, or choose proximal = recompute"
-        )
+    for warning in settled.warnings:
+        log.warning(warning)
     if (loss.distillation is not None) != bool(training.teacher):
         missing = "training.teacher" if loss.distillation is not None else "loss.distillation"
         raise ConfigError(f"{missing}: distillation needs a teacher and a teacher is used by distillation: set both")
@@ -174,6 +174,12 @@ def open_torch_backend(config: RunConfig, model_folder: str, checkpoint_dir: str
             return
         with open_hf_backend(settings, models, plan, ranks) as backend:
             yield backend
+
+
+def _mini_batch_groups(config: RunConfig, groups_per_step: int) -> int:
+    """As the config asks; where the loss allows one mini-batch only, assembly makes one."""
+    asked = config.assembly.get("mini_batch_groups")
+    return asked if isinstance(asked, int) and asked > 0 else groups_per_step
 
 
 def _strict(table: dict[str, Any], kind: type[S], path: str) -> S:  # Any: a TOML table
