@@ -37,6 +37,7 @@ from schemas.payload import digest
 from stages.assembly.partition import MicroBatchPacking, OverlongRows, RankBalance
 from stages.assembly.settings import AssemblySettings, check_settings
 from stages.assembly.stall import StallSettings
+from stages.sampling.evaluation import EvaluationStream
 from stages.sampling.fold import SamplingSettings
 
 # Fields of AssemblySettings that other sections decide.
@@ -150,7 +151,8 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.temperature: expected > 0 (trained calls are sampled), found {config.rollout.temperature}"
         )
-    run_streams(config)
+    if all(stream.evaluate_every_versions for stream in run_streams(config).values()):
+        raise ConfigError("streams: found evaluation streams only, expected one without evaluate_every_versions")
     estimator = assembly_settings(config).estimator.name
     check_training(config.training, estimator=estimator, steps=config.run.steps)
 
@@ -206,9 +208,9 @@ def staleness_bound(config: RunConfig) -> int | None:
 
 def sampling_settings(config: RunConfig) -> SamplingSettings:
     """What the sampling fold depends on."""
-    sampling = config.sampling
+    sampling, streams = config.sampling, run_streams(config)
     return SamplingSettings(
-        streams=tuple(run_streams(config)),
+        streams=tuple(name for name, stream in streams.items() if not stream.evaluate_every_versions),
         groups_per_step=sampling.groups_per_step,
         slots_per_group=sampling.slots_per_group,
         max_staleness=sampling.max_staleness,
@@ -219,6 +221,11 @@ def sampling_settings(config: RunConfig) -> SamplingSettings:
         group_deadline_s=sampling.group_deadline_s,
         tick_period_s=sampling.tick_period_s,
         trains=not config.run.rollout_only,
+        evaluations=tuple(
+            EvaluationStream(name=name, every_versions=stream.evaluate_every_versions, slots=stream.evaluation_slots)
+            for name, stream in streams.items()
+            if stream.evaluate_every_versions
+        ),
     )
 
 

@@ -100,7 +100,7 @@ async def _serve(player: Player, lines: asyncio.StreamReader, say: Callable[[dic
             answer: dict[str, object] = {"end": "returned", **reward_of(await player.play(**arguments))}
         except asyncio.CancelledError:
             answer = {"end": "cancelled"}
-        except (AgentTimeoutError, Exception) as error:  # noqa: BLE001 - whatever an agent raises is its episode's end
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an agent raises is its episode's end
             kind = "timeout" if isinstance(error, AgentTimeoutError) else "failed"
             text = f"{type(error).__name__}: {error}".replace(api_key, "***") if api_key else repr(error)
             answer = {"end": kind, "error": text[:_ERROR_LIMIT]}

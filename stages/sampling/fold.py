@@ -48,6 +48,14 @@ from schemas.topics import (
     STREAM_LISTED,
 )
 from stages.sampling.credit import Credit, available
+from stages.sampling.evaluation import (
+    EvaluationPlan,
+    EvaluationState,
+    EvaluationStream,
+    most_at_once,
+    next_row,
+    see_version,
+)
 from stages.sampling.mixture import Mixture, MixturePosition, MixtureStream, draw, plan_mixture, start
 
 
@@ -68,6 +76,8 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     tick_period_s: float = 2.0
     trains: bool = True
     """False: nothing is trained, so a closed group waits for nothing."""
+    evaluations: tuple[EvaluationStream, ...] = ()
+    """Streams that are run every so many versions and never trained on."""
 
 
 class SamplingState(msgspec.Struct, kw_only=True):
@@ -95,6 +105,11 @@ class SamplingState(msgspec.Struct, kw_only=True):
     """Highest trained step: the weight version that exists."""
     num_groups_trained: int = 0
     num_groups_dropped: int = 0
+    num_evaluation_issued: int = 0
+    """Evaluation groups among `num_issued`."""
+    evaluations: dict[str, EvaluationState] = {}
+    evaluating: dict[str, None] = {}
+    """Evaluation groups that are issued and not closed."""
     tick: int = 0
     paused: bool = False
     draining: bool = False
@@ -118,6 +133,7 @@ class SamplingFold:
 
     def __init__(self, settings: SamplingSettings) -> None:
         self._settings: Final = settings
+        self._known: Final = {*settings.streams, *(stream.name for stream in settings.evaluations)}
         self._rows: Final[dict[str, list[StreamRow]]] = {}
         """Content of the listed streams, by payload id."""
         self._mixture: Mixture | None = None
@@ -142,7 +158,7 @@ class SamplingFold:
                 state.max_steps, state.max_epochs = message.steps, message.epochs
                 state.draining = False
             case StreamListed():
-                if message.stream in self._settings.streams and message.stream not in state.listed:
+                if message.stream in self._known and message.stream not in state.listed:
                     state.listed[message.stream] = message
             case GroupClosed():
                 self._close(state, message)
@@ -160,7 +176,7 @@ class SamplingFold:
                 state.tick = max(state.tick, message.ordinal)
             case _:
                 raise ContractError(f"sampling does not consume {type(message).__name__}")
-        return [*self._issue(state), *self._finish(state)]
+        return [*self._evaluate(state), *self._issue(state), *self._finish(state)]
 
     def describe(self, state: SamplingState) -> tuple[str, Mapping[str, float]]:
         missing = [name for name in self._settings.streams if name not in state.listed]
@@ -182,9 +198,12 @@ class SamplingFold:
             "groups_trained": state.num_groups_trained,
             "capacity": credit.groups,
             "version": state.num_trained,
+            "groups_evaluating": len(state.evaluating),
+            "evaluations_skipped": sum(found.num_skipped for found in state.evaluations.values()),
         }
 
     def _close(self, state: SamplingState, closed: GroupClosed) -> None:
+        state.evaluating.pop(closed.group, None)
         if closed.group not in state.running:
             return
         del state.running[closed.group]
@@ -192,7 +211,7 @@ class SamplingFold:
             state.waiting[closed.group] = None
         elif closed.usable:
             return
-        elif not closed.evaluation:
+        else:
             state.num_groups_dropped += 1
 
     def _train(self, state: SamplingState, trained: StepTrained) -> None:
@@ -224,16 +243,16 @@ class SamplingFold:
         if state.max_steps is not None:
             # A step that is assembled and not trained has its groups among the waiting ones.
             steps_left = state.max_steps - state.num_trained
-            taken = len(state.running) + len(state.waiting) if settings.trains else state.num_issued
+            taken = len(state.running) + len(state.waiting) if settings.trains else self._num_training(state)
             limits.append(steps_left * settings.groups_per_step - taken)
         if state.max_epochs is not None and self._mixture is not None:
-            limits.append(state.max_epochs * self._mixture.epoch_size - state.num_issued)
+            limits.append(state.max_epochs * self._mixture.epoch_size - self._num_training(state))
         return available(
             running=len(state.running),
             waiting=len(state.waiting),
             groups_per_step=settings.groups_per_step,
             max_staleness=settings.max_staleness if settings.trains else None,
-            max_concurrent=settings.max_concurrent_groups,
+            max_concurrent=settings.max_concurrent_groups - len(state.evaluating),
             still_needed=min(limits) if limits else None,
         )
 
@@ -257,6 +276,36 @@ class SamplingFold:
             )
         return self._mixture
 
+    def _num_training(self, state: SamplingState) -> int:
+        return state.num_issued - state.num_evaluation_issued
+
+    def _evaluate(self, state: SamplingState) -> list[Output]:
+        """Evaluation groups go before others when they are due, and leave room for those that train."""
+        settings = self._settings
+        if state.paused or state.draining or not settings.evaluations:
+            return []
+        plans: list[EvaluationPlan] = []
+        for stream in settings.evaluations:
+            found = state.evaluations.setdefault(stream.name, EvaluationState())
+            see_version(found, stream, state.num_trained)
+            listed = state.listed.get(stream.name)
+            if listed is not None:
+                plans.append(EvaluationPlan(stream=stream, state=found, rows=self._rows[listed.rows.id]))
+        places = min(
+            most_at_once(settings.max_concurrent_groups) - len(state.evaluating),
+            settings.max_concurrent_groups - len(state.running) - len(state.evaluating),
+        )
+        outputs: list[Output] = []
+        for plan in plans:
+            while places > 0 and (row := next_row(plan)) is not None:
+                issued = self._evaluation_group(state, plan, row)
+                state.num_issued += 1
+                state.num_evaluation_issued += 1
+                state.evaluating[issued.group] = None
+                outputs.append(Output(message=issued))
+                places -= 1
+        return outputs
+
     def _issue(self, state: SamplingState) -> list[Output]:
         mixture = self._plan(state)
         if mixture is None:
@@ -275,7 +324,7 @@ class SamplingFold:
 
     def _finish(self, state: SamplingState) -> list[Output]:
         """Say the end once: the last step is trained, or what is left of the epochs can make no step any more."""
-        if state.finished >= state.start or state.steps:
+        if state.finished >= state.start or state.steps or self._evaluates(state):
             return []
         reason = ""
         if state.max_steps is not None and state.num_trained >= state.max_steps:
@@ -283,7 +332,7 @@ class SamplingFold:
         elif (
             state.max_epochs is not None
             and self._mixture is not None
-            and state.num_issued >= state.max_epochs * self._mixture.epoch_size
+            and self._num_training(state) >= state.max_epochs * self._mixture.epoch_size
             and not state.running
             and len(state.waiting) < self._settings.groups_per_step
         ):
@@ -293,11 +342,39 @@ class SamplingFold:
         state.finished = state.start
         return [Output(message=RunFinished(ordinal=state.start, steps=state.num_trained, reason=reason))]
 
+    def _evaluates(self, state: SamplingState) -> bool:
+        """Whether an evaluation is due or under way: the run's end waits for it."""
+        if state.evaluating:
+            return True
+        for stream in self._settings.evaluations:
+            found, listed = state.evaluations.get(stream.name), state.listed.get(stream.name)
+            if found is None or listed is None or found.due > found.version or found.next_row < listed.num_rows:
+                return True
+        return False
+
+    def _deadline_tick(self, state: SamplingState) -> int | None:
+        settings = self._settings
+        if settings.group_deadline_s is None:
+            return None
+        return state.tick + max(1, math.ceil(settings.group_deadline_s / settings.tick_period_s))
+
+    def _evaluation_group(self, state: SamplingState, plan: EvaluationPlan, row: StreamRow) -> GroupIssued:
+        return GroupIssued(
+            group=group_id(state.num_issued),
+            ordinal=state.num_issued,
+            stream=plan.stream.name,
+            data_id=row.data_id,
+            tags=row.tags,
+            prompt=row.payload,
+            epoch=plan.state.version // plan.stream.every_versions,
+            num_slots=plan.stream.slots,
+            min_version=plan.state.version,
+            evaluation=True,
+            deadline_tick=self._deadline_tick(state),
+        )
+
     def _group(self, state: SamplingState, stream: str, row: StreamRow, epoch: int) -> GroupIssued:
         settings = self._settings
-        deadline_tick = None
-        if settings.group_deadline_s is not None:
-            deadline_tick = state.tick + max(1, math.ceil(settings.group_deadline_s / settings.tick_period_s))
         # The step that can train it at the earliest: whole steps of groups are ahead of it.
         ahead = len(state.running) + len(state.waiting)
         earliest_step = state.num_trained + 1 + ahead // settings.groups_per_step
@@ -311,7 +388,7 @@ class SamplingFold:
             epoch=epoch,
             num_slots=settings.slots_per_group,
             min_version=max(0, earliest_step - 1 - settings.max_staleness) if settings.trains else 0,
-            deadline_tick=deadline_tick,
+            deadline_tick=self._deadline_tick(state),
         )
 
 

@@ -33,7 +33,7 @@ class Sessions:
     def __init__(self, gateway_url: str) -> None:
         self.gateway_url = gateway_url
 
-    async def open(self, session: str, *, min_version: int) -> SessionTicket:  # noqa: ARG002 - the port's shape
+    async def open(self, session: str, *, min_version: int) -> SessionTicket:
         return SessionTicket(session=session, token=Secret("t"), base_url=self.gateway_url)
 
     async def close(self, session: str) -> SessionClosed:

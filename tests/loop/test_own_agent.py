@@ -28,7 +28,16 @@ async def test_a_users_function_is_trained_on_without_an_arena(headrace) -> None
     assert (result["steps"], result["unexplained"], result["dead_letters"]) == (3, 0, 0)
     assert set(result["classes"]) == {"scored"}
     assert {len(end.turn_rewards) for end in ends} == {2}
-    assert {end.data_id for end in ends} <= set(
-        ["river", "mill", "wheel", "stone", "brook", "weir", "gate", "sluice", "pond", "water"]
-    )
+    assert {end.data_id for end in ends} <= {
+        "river",
+        "mill",
+        "wheel",
+        "stone",
+        "brook",
+        "weir",
+        "gate",
+        "sluice",
+        "pond",
+        "water",
+    }
     assert all(row.num_interactions == 2 and row.rewards_per_completion for row in rows if not row.rejected)

@@ -1,108 +1,23 @@
 from __future__ import annotations
 
-import msgspec
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sampling_run import Run
+
 from schemas.messages.sampling import (
     Control,
     ControlAction,
-    GroupClosed,
-    GroupIssued,
-    RunFinished,
-    RunStarted,
-    StreamListed,
-    StreamRow,
     Tick,
 )
-from schemas.messages.training import DroppedGroup, StepAssembled, StepTrained
-from schemas.payload import run_ref
 from stages.sampling.credit import available
-from stages.sampling.fold import SamplingFold, SamplingSettings, SamplingState
-
-
-class Run:
-    """Plays the rest of the loop for a sampling fold."""
-
-    def __init__(
-        self, *, prompts: dict[str, int], steps: int | None = None, epochs: int | None = None, **changes
-    ) -> None:
-        settings = SamplingSettings(
-            streams=tuple(prompts), groups_per_step=2, slots_per_group=4, max_staleness=1, max_concurrent_groups=100
-        )
-        self.settings = msgspec.structs.replace(settings, **changes)
-        self.fold = SamplingFold(self.settings)
-        self.state = self.fold.initial()
-        self.issued: list[GroupIssued] = []
-        self.finished: list[RunFinished] = []
-        self.waiting: list[str] = []
-        self.step = 0
-        self.starts = 0
-        self.prompts = prompts
-        self.begin(steps=steps, epochs=epochs)
-        for name, count in prompts.items():
-            data = msgspec.msgpack.encode([StreamRow(data_id=f"{name}{i}") for i in range(count)])
-            listed = StreamListed(stream=name, rows=run_ref(data), num_rows=count, weight=1.0)
-            if (ref := self.fold.wants(listed)) is not None:
-                self.fold.load(ref, memoryview(data))
-            self.say(listed)
-
-    def begin(self, *, steps: int | None = None, epochs: int | None = None) -> None:
-        self.say(
-            RunStarted(
-                ordinal=self.starts,
-                config_json=b"",
-                config_digest="",
-                headrace_version="0",
-                steps=steps,
-                epochs=epochs,
-            )
-        )
-        self.starts += 1
-
-    def say(self, message: msgspec.Struct) -> list[GroupIssued]:
-        outputs = [output.message for output in self.fold.step(self.state, message)]
-        new = [one for one in outputs if isinstance(one, GroupIssued)]
-        self.finished += [one for one in outputs if isinstance(one, RunFinished)]
-        self.issued += new
-        return new
-
-    def close(self, group: str, *, usable: bool = True) -> list[GroupIssued]:
-        if usable:
-            self.waiting.append(group)
-        return self.say(GroupClosed(group=group, stream="a", usable=usable, reason="" if usable else "zero_spread"))
-
-    def train(self, *, dropped: tuple[str, ...] = ()) -> list[GroupIssued]:
-        """Assemble and train a step of the groups that wait longest."""
-        size = self.settings.groups_per_step
-        self.step += 1
-        groups, self.waiting = self.waiting[:size], self.waiting[size:]
-        self.waiting = [group for group in self.waiting if group not in dropped]
-        new = self.say(
-            StepAssembled(
-                step=self.step,
-                manifest=run_ref(b""),
-                groups=groups,
-                dropped=[DroppedGroup(group=group, stream="a", reason="stale") for group in dropped],
-                num_rows=8,
-                num_tokens=8,
-                num_mini_batches=1,
-                min_version=0,
-                mean_reward=0.5,
-            )
-        )
-        return new + self.say(StepTrained(step=self.step, generation=1, digest="", manifest_id=""))
-
-    def restore(self) -> None:
-        """As after a crash: only the checkpoint's bytes are left."""
-        data = msgspec.msgpack.encode(self.state)
-        self.fold = SamplingFold(self.settings)
-        self.state = msgspec.msgpack.decode(data, type=SamplingState)
-        for ref in self.fold.wanted_by(self.state):
-            name = next(name for name, listed in self.state.listed.items() if listed.rows.id == ref.id)
-            rows = [StreamRow(data_id=f"{name}{i}") for i in range(self.prompts[name])]
-            self.fold.load(ref, memoryview(msgspec.msgpack.encode(rows)))
+from stages.sampling.fold import SamplingFold
 
 
 def test_the_first_groups_are_issued_when_every_stream_is_listed() -> None:
