@@ -116,10 +116,12 @@ def _print_recording(recording: RecordingOutcome, console: Console) -> None:
         f"recorded {figures.messages:,} messages up to sequence {figures.last_sequence:,}, {figures.payloads:,} payloads: "
         f"{recording.path}",
         highlight=False,
+        soft_wrap=True,
     )
     if recording.failure:
         console.print(
             f"[bold red]not all of the run is recorded:[/] {escape(recording.failure)}\n"
             f"`headrace record RUN -o {recording.path}` goes on with the file",
             highlight=False,
+            soft_wrap=True,
         )

@@ -44,6 +44,8 @@ from stages.rewards.map_rewards import RewardSettings, gave_up, map_rewards
 from stages.rewards.transforms import load_rewards
 from stages.training.loop import row_arrays
 
+_SPEEDS: Final = "perf/"
+
 StageCheck = Callable[[Recording, RunConfig, list[str]], AsyncIterator[Compared]]
 """Recording, config, list that takes what is unfinished → each output that was compared."""
 
@@ -238,9 +240,17 @@ async def diff_training(recording: Recording, config: RunConfig, unfinished: lis
                 result = await anyio.to_thread.run_sync(backend.train, manifest, rows)
                 done = step.step
                 now = msgspec.structs.replace(
-                    standing, digest=result.digest, skipped=result.skipped, stats=dict(result.stats)
+                    standing,
+                    digest=result.digest,
+                    skipped=result.skipped,
+                    stats={**dict(result.stats), **_measured(standing)},
                 )
                 yield _compare(STEP_TRAINED, f"{step.step}.{standing.generation}", standing, now, "")
+
+
+def _measured(trained: StepTrained) -> dict[str, float]:
+    """What depends on the machine and not on the code: speeds."""
+    return {name: value for name, value in trained.stats.items() if name.startswith(_SPEEDS)}
 
 
 def _compare(
