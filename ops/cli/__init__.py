@@ -29,6 +29,7 @@ COMMANDS: Final = (
     ("tap", "ops.cli.tap:tap", _LOOK, "Watch messages as they come."),
     ("why", "ops.cli.why:why", _LOOK, "The whole life of a group, episode, session, step or row."),
     ("dead", "ops.cli.dead:app", _LOOK, "Messages that a stage gave up: list, show, retry, drop."),
+    ("report", "ops.cli.report:report", _LOOK, "A run or a recording as one HTML file that needs no network."),
     ("publish", "ops.cli.publish:app", _LOG, "Put prompts on a run's log."),
     ("record", "ops.cli.record:record", _LOG, "Record a run into one self-describing file."),
     ("replay", "ops.cli.replay:replay", _LOG, "Replay a recording, or compare a stage with it."),
