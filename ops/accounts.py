@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from broker.api import Broker
+from ops.evaluations import Evaluation, Evaluations
 from pipeline.log import RunLog
 from schemas.messages.rollout import EpisodeEnded, EpisodeLaunched, Trajectory
 from schemas.messages.sampling import DeadLetter, EpisodeRequested, GroupClosed, GroupIssued
@@ -25,10 +26,12 @@ from schemas.topics import (
     GROUP_ISSUED,
     STEP_ASSEMBLED,
     STEP_TRAINED,
+    STREAM_LISTED,
     TRAJECTORY_READY,
 )
 
 _TOPICS: Final = (
+    STREAM_LISTED,
     GROUP_ISSUED,
     EPISODE_REQUESTED,
     EPISODE_LAUNCHED,
@@ -92,6 +95,8 @@ class RunAccount(msgspec.Struct, frozen=True, kw_only=True):
     """Launches that were repeated with a new session, since the answer to one in flight was lost."""
     registrations_left: int | None = None
     """The run's registrations that still stand in the Arena at its end; None where nobody looked."""
+    evaluations: list[Evaluation] = []
+    """By stream and version; their groups are among the dropped ones, with the reason `evaluation`."""
     seconds: float = 0.0
 
 
@@ -126,9 +131,11 @@ class Account:
         self._classes: Final[Counter[str]] = Counter()
         self._streams: Final[Counter[str]] = Counter()
         self._extra_launches = 0
+        self._evaluations: Final = Evaluations()
 
     def take(self, message: msgspec.Struct, sequence: int) -> None:
         """One message of the log, with its place there."""
+        self._evaluations.take(message)
         match message:
             case GroupIssued():
                 self._groups.setdefault(message.group, _Group(message.num_slots))
@@ -218,6 +225,7 @@ class Account:
             classes=dict(sorted(self._classes.items())),
             groups_by_stream=dict(sorted(self._streams.items())),
             extra_launches=self._extra_launches,
+            evaluations=self._evaluations.results(),
             seconds=round(seconds, 3),
         )
 

@@ -13,6 +13,7 @@ from typing import Final
 from broker.api import ConsumerSettings
 from ops.adapters import LogWeights
 from ops.config import assembly_settings, run_streams, sampling_settings
+from ops.evaluations import following
 from ops.streams import list_streams
 from ops.workers.arena import run_arena_launch
 from ops.workers.context import WorkerContext
@@ -74,9 +75,10 @@ async def _sampling(context: WorkerContext) -> None:
     metrics = context.metrics("sampling")
     metrics.wait_for("the Arena's datasets")
     await list_streams(context)
-    runner = FoldRunner(SamplingFold(sampling_settings(context.config)), context.broker, metrics)
+    settings = sampling_settings(context.config)
+    runner = FoldRunner(SamplingFold(settings), context.broker, metrics)
     context.on_drain(runner.drain)
-    await runner.run()
+    await runner.run(beside=following(context.log, metrics) if settings.evaluations else None)
 
 
 async def _fan_out(context: WorkerContext) -> None:

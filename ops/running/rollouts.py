@@ -9,8 +9,8 @@ from ops.config import RunConfig, sampling_settings
 from pipeline.log import RunLog
 from schemas.config_arena import ArenaRoute
 from schemas.messages.rollout import EpisodeLaunched
-from schemas.messages.sampling import GroupClosed, StreamListed
-from schemas.topics import EPISODE_LAUNCHED, GROUP_CLOSED, STREAM_LISTED
+from schemas.messages.sampling import GroupClosed, RunFinished, StreamListed
+from schemas.topics import EPISODE_LAUNCHED, GROUP_CLOSED, RUN_FINISHED, STREAM_LISTED
 from stages.clients.arena.client import ArenaAccess, open_arena
 
 _LOOK_S = 10.0
@@ -19,18 +19,33 @@ _AT_ONCE = 16
 
 
 async def until_rolled_out(broker: Broker, config: RunConfig, done: anyio.Event) -> None:
-    """Set the event once every group that the run will issue is closed."""
-    streams = set(sampling_settings(config).streams)
+    """Set the event once every group that the run will issue is closed, its evaluations' included."""
+    settings = sampling_settings(config)
+    evaluated = {stream.name for stream in settings.evaluations}
     listed: dict[str, int] = {}
     closed: set[str] = set()
+    evaluations: set[str] = set()
     async with RunLog(broker).read([STREAM_LISTED, GROUP_CLOSED]) as entries:
         async for entry in entries:
             message = entry.message
-            if isinstance(message, StreamListed) and message.stream in streams:
+            if isinstance(message, StreamListed) and message.stream in {*settings.streams, *evaluated}:
                 listed.setdefault(message.stream, message.num_rows)
-            elif isinstance(message, GroupClosed) and not message.evaluation:
-                closed.add(message.group)
-            if len(listed) == len(streams) and len(closed) >= num_groups(config, sum(listed.values())):
+            elif isinstance(message, GroupClosed):
+                (evaluations if message.evaluation else closed).add(message.group)
+            if len(listed) < len(settings.streams) + len(evaluated):
+                continue
+            union = sum(rows for stream, rows in listed.items() if stream not in evaluated)
+            to_evaluate = sum(listed.values()) - union  # no version but the first
+            if len(closed) >= num_groups(config, union) and len(evaluations) >= to_evaluate:
+                done.set()
+                return
+
+
+async def until_finished(broker: Broker, ordinal: int, done: anyio.Event) -> None:
+    """Set the event once sampling has said the end of this start of the run: evaluations of its last version are over."""
+    async with RunLog(broker).read([RUN_FINISHED]) as entries:
+        async for entry in entries:
+            if isinstance(entry.message, RunFinished) and entry.message.ordinal >= ordinal:
                 done.set()
                 return
 

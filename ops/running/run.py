@@ -26,7 +26,7 @@ from broker.topology import RunLimits
 from ops import VERSION
 from ops.accounts import RunAccount, account
 from ops.arena_access import LOCAL, arena_access, uses_arena
-from ops.config import RunConfig, fold_digest, staleness_bound
+from ops.config import RunConfig, fold_digest, sampling_settings, staleness_bound
 from ops.local_arena import local_arena_config
 from ops.run_folder import Endpoints, RunFolder
 from ops.running.bridge import bridged
@@ -34,7 +34,7 @@ from ops.running.disk import check_disk, watch_disk
 from ops.running.plan import arena_process, run_environment, run_processes
 from ops.running.progress import Progress
 from ops.running.recording import RecordingOutcome, RunRecording, check_recording, recorded
-from ops.running.rollouts import registrations_left, until_rolled_out
+from ops.running.rollouts import registrations_left, until_finished, until_rolled_out
 from ops.running.source import check_source, find_source
 from ops.secrets import RunSecrets, run_secrets
 from ops.supervise.process import ProcessGivenUpError, ProcessSpec, RestartPolicy, python
@@ -100,7 +100,7 @@ async def run(
                         recorded(recording, broker, tasks) as kept,
                         _ended(supervisor),
                     ):
-                        await _announce_start(config, broker)
+                        start = await _announce_start(config, broker)
                         endpoints = _endpoints(config, folder, url, settings)
                         progress = Progress(config)
                         tasks.start_soon(progress.follow, broker, on_progress)
@@ -112,6 +112,7 @@ async def run(
                                 ends.append(rolled_out := anyio.Event())
                                 tasks.start_soon(until_rolled_out, broker, config, rolled_out)
                             await _until_done(supervisor, stopped, *ends)
+                            await _until_evaluated(config, broker, start, supervisor, stopped)
                             await supervisor.stop(servers=not config.run.rollout_only)
                         left = await _registrations_left(config, broker, folder, secrets)
                         await supervisor.stop()
@@ -250,8 +251,8 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-async def _announce_start(config: RunConfig, broker: Broker) -> None:
-    """Put this start on the log; what folds depend on must be as it was.
+async def _announce_start(config: RunConfig, broker: Broker) -> int:
+    """Put this start on the log and give its ordinal; what folds depend on must be as it was.
 
     Raises:
         ConfigError: the run was begun with other settings.
@@ -278,6 +279,7 @@ async def _announce_start(config: RunConfig, broker: Broker) -> None:
             else config.run.epochs,
         )
     )
+    return ordinal
 
 
 async def _start_all(
@@ -323,12 +325,29 @@ def _arena_access(config: RunConfig, folder: RunFolder, secrets: RunSecrets) -> 
 
 async def _until_done(supervisor: Supervisor, *others: anyio.Event) -> None:
     """Until the trainer has finished, a process is given up, or one of the other events comes (somebody stops the run)."""
+    trainer = supervisor.processes.get("trainer")
+    await _first_of(*([trainer.finished] if trainer else []), supervisor.failed, *others)
+
+
+async def _until_evaluated(
+    config: RunConfig, broker: Broker, start: int, supervisor: Supervisor, stopped: anyio.Event
+) -> None:
+    """The trainer is done; what evaluates its last versions goes on until sampling says the run's end."""
+    if config.run.from_run or config.run.rollout_only or not sampling_settings(config).evaluations:
+        return
+    finished = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(until_finished, broker, start, finished)
+        await _first_of(finished, supervisor.failed, stopped)
+        tasks.cancel_scope.cancel()
+
+
+async def _first_of(*events: anyio.Event) -> None:
     async with anyio.create_task_group() as tasks:
 
         async def end_when(event: anyio.Event) -> None:
             await event.wait()
             tasks.cancel_scope.cancel()
 
-        trainer = supervisor.processes.get("trainer")
-        for event in (*([trainer.finished] if trainer else []), supervisor.failed, *others):
+        for event in events:
             tasks.start_soon(end_when, event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from ops.accounts import RunAccount
 from ops.config import staleness_bound
+from ops.evaluations import GAUGE_PREFIX, Evaluation
 from ops.running.progress import STALE_REPORT_S, Progress
 from ops.wiring import FROM_RUN_STAGES, STAGES
 from pipeline.metrics import WorkerReport
@@ -58,7 +60,24 @@ def _head(progress: Progress, width: int) -> Panel:
             )
         ),
     ]
+    if sampling is not None:
+        lines += evaluation_lines(sampling.gauges)
     return Panel("\n".join(lines), title=f"run {config.run.id}", title_align="left", border_style="cyan")
+
+
+def evaluation_lines(gauges: Mapping[str, float]) -> list[str]:
+    """One line for each evaluated stream, from the gauges of sampling's report."""
+    end = ".version"
+    streams = [
+        name[len(GAUGE_PREFIX) : -len(end)] for name in gauges if name.startswith(GAUGE_PREFIX) and name.endswith(end)
+    ]
+    lines: list[str] = []
+    for stream in sorted(streams):
+        prefix = f"{GAUGE_PREFIX}{stream}"
+        value, low, high = (gauges.get(f"{prefix}.pass@1{end}", 0.0) for end in ("", "_low", "_high"))
+        version = int(gauges[f"{prefix}.version"])
+        lines.append(f"evaluation {stream} at version {version}: pass@1 {value:.3f} [{low:.3f}, {high:.3f}]")
+    return lines
 
 
 def _stages(progress: Progress, *, wide: bool) -> Table:
@@ -101,6 +120,13 @@ def _gauge(report: WorkerReport | None, name: str) -> float:
     return 0.0 if report is None else report.gauges.get(name, 0.0)
 
 
+def _evaluation_line(evaluation: Evaluation) -> str:
+    values = "  ".join(f"pass@{one.k} {one.value:.3f} [{one.low:.3f}, {one.high:.3f}]" for one in evaluation.pass_at_k)
+    rejected = f", {evaluation.num_rejected} rejected" if evaluation.num_rejected else ""
+    over = f"{evaluation.num_tasks} tasks, {evaluation.num_rollouts} rollouts{rejected}"
+    return f"version {evaluation.version}: {values or 'no verdict'}  ({over}{'' if evaluation.complete else ', not complete'})"
+
+
 def print_summary(account: RunAccount, console: Console, *, folder: str, interrupted: bool) -> None:
     """The readable end of a run."""
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -129,6 +155,8 @@ def print_summary(account: RunAccount, console: Console, *, folder: str, interru
     table.add_row(
         "staleness", f"at most {account.staleness.max}, " + ("no bound" if bound is None else f"bound {bound}")
     )
+    for evaluation in account.evaluations:
+        table.add_row(f"evaluation {evaluation.stream}", _evaluation_line(evaluation))
     table.add_row("dead letters", str(account.dead_letters))
     table.add_row("folder", folder)
     title = "run interrupted; the same command resumes it" if interrupted else "run finished"

@@ -9,7 +9,7 @@ draws, and a spread between tasks below that of a coin counts as more tasks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Final
 
@@ -79,13 +79,3 @@ def usual_ks(num_slots: int) -> list[int]:
     """1, 2, 4, … up to the rollouts of a task, and their number itself."""
     ks = [1 << power for power in range(num_slots.bit_length()) if 1 << power <= num_slots]
     return ks if ks[-1] == num_slots else [*ks, num_slots]
-
-
-def as_metrics(values: Mapping[str, Sequence[PassAtK]]) -> dict[str, float]:
-    """Flat names for gauges: `STREAM.pass@1` and its interval, `STREAM.pass@1_low` to `STREAM.pass@1_high`."""
-    return {
-        f"{stream}.pass@{found.k}{end}": number
-        for stream, all_found in values.items()
-        for found in all_found
-        for end, number in (("", found.value), ("_low", found.low), ("_high", found.high))
-    }

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.rewards.pass_at_k import TaskCount, as_metrics, interval, pass_at_k, summarize, usual_ks
+from stages.rewards.pass_at_k import TaskCount, interval, pass_at_k, summarize, usual_ks
 
 COUNTS = st.integers(1, 8).flatmap(
     lambda n: st.integers(0, n).map(lambda solved: TaskCount(num_rollouts=n, num_solved=solved))
@@ -79,8 +79,3 @@ def test_tasks_with_too_few_verdicts_have_no_pass_at_that_k() -> None:
 
 def test_the_usual_ks_are_powers_of_two_and_all_rollouts() -> None:
     assert [usual_ks(number) for number in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
-
-
-def test_metrics_carry_value_and_interval_by_stream() -> None:
-    found = summarize([TaskCount(num_rollouts=2, num_solved=1)] * 4, [1])
-    assert set(as_metrics({"math": found})) == {"math.pass@1", "math.pass@1_low", "math.pass@1_high"}
