@@ -8,6 +8,7 @@ import anyio
 import msgspec
 
 from broker.api import Broker, LogStatus
+from ops.control import Standing, standing
 from pipeline.metrics import REPORT_PREFIX, WorkerReport
 
 LISTEN_S = 2.5
@@ -35,6 +36,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Stages with a consumer and no worker that says anything."""
     is_running: bool = True
     """False: the run is over or stopped; this is what its log holds."""
+    asked: Standing = Standing()
+    """What people asked of it that is in force: pause or drain."""
 
 
 async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float = LISTEN_S) -> RunStatus:
@@ -63,4 +66,5 @@ async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float
         log=await broker.log_status(),
         stages=listed,
         silent=[stage.stage for stage in listed if not stage.workers],
+        asked=await standing(broker),
     )

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ops.cli.failing import plain_errors
 from ops.connection import look_at_run
+from ops.logtools.plain import duration
 from ops.status import RunStatus, run_status
 from ops.wiring import STAGES
 
@@ -58,6 +59,10 @@ def _print(found: RunStatus, console: Console) -> None:
     )
     if not found.is_running:
         console.print("not running; this is what its log holds. `headrace run` with its config goes on", style="yellow")
+    if found.asked.word:
+        why = f" ({found.asked.reason})" if found.asked.reason else ""
+        told = f"{found.asked.word} for {duration(found.unix_time_s - found.asked.since_unix_s)}{why}: `headrace resume` goes on"
+        console.print(Text(told, style="bold yellow"))
     table = Table(box=None, pad_edge=False, expand=True)
     table.add_column("stage", no_wrap=True)
     for name in ("workers", "in", "out", "pending", "in hand", "dead"):
