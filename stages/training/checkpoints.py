@@ -71,19 +71,19 @@ def folders(root: Path) -> list[tuple[int, int, Path]]:
     return sorted(found)
 
 
-def folder_name(position: Position) -> str:
+def folder_name(step: int, generation: int) -> str:
     """Of a whole checkpoint."""
-    return f"step-{position.step:07d}-g{position.generation}"
+    return f"step-{step:07d}-g{generation}"
 
 
 def part_folder(root: Path, position: Position) -> Path:
     """Where it is written."""
-    return root / f".part-{folder_name(position)}"
+    return root / f".part-{folder_name(position.step, position.generation)}"
 
 
 def seal(root: Path, position: Position, world_size: int) -> Path:
     """Make a part whose files are all there a checkpoint: list them, then give it its name."""
-    target, part = root / folder_name(position), part_folder(root, position)
+    target, part = root / folder_name(position.step, position.generation), part_folder(root, position)
     record = CheckpointRecord(
         step=position.step,
         generation=position.generation,

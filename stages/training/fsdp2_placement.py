@@ -100,8 +100,9 @@ class Fsdp2Placement:
     def whole(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.detach().cpu().contiguous()
-        gathered = tensor.detach().to(self._ranks.device)
-        return cast("DTensor", gathered).full_tensor().cpu().contiguous()
+        gathered = cast("DTensor", tensor.detach().to(self._ranks.device)).full_tensor()
+        # the whole model once a host is enough
+        return gathered.cpu().contiguous() if self._ranks.rank == 0 else torch.empty(0, dtype=tensor.dtype)
 
 
 _EPS = 1e-6

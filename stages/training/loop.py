@@ -98,6 +98,7 @@ class TrainerLoop:
         self._draining = False
         self._busy = False
         self._reading: Final = anyio.CancelScope()
+        self._saved_step = 0
         self.step = 0
         """The last step whose effect is in the backend's weights."""
 
@@ -116,7 +117,7 @@ class TrainerLoop:
         """
         backend = self._backend
         self._busy = True
-        self.step = await anyio.to_thread.run_sync(backend.resume)
+        self.step = self._saved_step = await anyio.to_thread.run_sync(backend.resume)
         log.info("trainer starts", after_step=self.step, generation=self._lease.generation, rank=backend.rank)
         self._metrics.gauges["step"] = self.step
         if self._is_done():
@@ -124,7 +125,7 @@ class TrainerLoop:
         with self._reading:
             await self._train_as_they_come()
         self._busy = True
-        if self.step and self.step not in backend.checkpoint_steps():
+        if self.step != self._saved_step:  # every rank decides alike: looking at the disk, they might not
             await self._checkpoint()
 
     async def _train_as_they_come(self) -> None:
@@ -234,6 +235,7 @@ class TrainerLoop:
     async def _checkpoint(self) -> None:
         await self._lease.check()
         await anyio.to_thread.run_sync(self._backend.save_checkpoint, self.step, self._lease.generation)
+        self._saved_step = self.step
 
     async def _fetch(self, manifest: Manifest) -> Mapping[int, RowArrays]:
         """The rows that this rank computes, all before the first collective."""

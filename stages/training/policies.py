@@ -44,6 +44,10 @@ class Policy(Protocol):
         """The whole weights under HF names, on the CPU; only rank 0 is sure to have them."""
         ...
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Of the whole weights, by HF name."""
+        ...
+
     def saved(self) -> dict[str, Tensor]:
         """What a checkpoint keeps of the weights, sharing their memory or to be given back to `load`."""
         ...
@@ -99,6 +103,10 @@ class HfPolicy:
         if self._lora is not None:
             return self._lora.merged(state, whole)
         return {name: whole(tensor) for name, tensor in state.items()}
+
+    def shapes(self) -> dict[str, list[int]]:
+        state = self._state()
+        return {name.replace(".base_layer.", "."): [*state[name].shape] for name in state if ".lora_" not in name}
 
     def saved(self) -> dict[str, Tensor]:
         state = self._state()

@@ -28,7 +28,7 @@ from stages.training import checkpoints, lineage
 from stages.training.batches import MicroBatch, micro_batch
 from stages.training.checkpoint_writer import CheckpointWriter
 from stages.training.checkpoints import Position
-from stages.training.errors import TrainingError
+from stages.training.errors import CheckpointError, TrainingError
 from stages.training.guides import Guides
 from stages.training.model_folder import digest, write_folder
 from stages.training.placement import Placement
@@ -114,7 +114,7 @@ class StepBackend:
             keep_every_steps=settings.keep_every_steps,
         )
         self._peak_flops: Final = peak_flops(ranks.device, settings.peak_tflops) or 0.0
-        self._whole_shapes: Final = {name: [*tensor.shape] for name, tensor in policy.tensors().items()}
+        self._shapes: Final = policy.shapes()
         self._step = 0
         self._resumed_step = 0
         self._num_updates = 0
@@ -137,16 +137,38 @@ class StepBackend:
         Raises:
             CheckpointError: The newest whole one belongs to other settings or another model.
         """
-        found = lineage.newest_whole(Path(self._settings.checkpoint_dir), self._settings_hash())
-        if found is None:
+        position = self._agreed_position()
+        if position is None:
             return 0
+        root = Path(self._settings.checkpoint_dir)
+        folder = root / checkpoints.folder_name(*position)
         state = self._state()
-        checkpoints.read(found.folder, state, self._ranks)
+        with self._ranks.collective(f"the load of {folder.name}"):
+            checkpoints.read(folder, state, self._ranks)
         self._set_state(state)
-        self._step = self._resumed_step = found.record.step
-        self._num_updates = found.record.num_updates
+        record = checkpoints.read_record(folder)
+        self._step = self._resumed_step = record.step
+        self._num_updates = record.num_updates
         self._exported = None
         return self._step
+
+    def _agreed_position(self) -> tuple[int, int] | None:
+        """Step and generation of the checkpoint to load, as rank 0 finds it: while another incarnation ends, ranks might see
+        different folders.
+        """
+        error: CheckpointError | None = None
+        step, generation = 0, 0
+        if self.rank == 0:
+            try:
+                found = lineage.newest_whole(Path(self._settings.checkpoint_dir), self._settings_hash())
+                if found is not None:
+                    step, generation = found.record.step, found.record.generation
+            except CheckpointError as fault:
+                error, step = fault, -1
+        step, generation = self._ranks.agreed(step), self._ranks.agreed(generation)
+        if step < 0:
+            raise error or CheckpointError("rank 0 found no checkpoint that can be used; its log says why")
+        return (step, generation) if step else None
 
     def rows_needed(self, manifest: Manifest) -> Sequence[int]:
         """The rows that this rank's plan names."""
@@ -227,7 +249,7 @@ class StepBackend:
 
     def _flops(self, manifest: Manifest) -> float:
         return step_flops(
-            self._whole_shapes,
+            self._shapes,
             manifest.num_tokens.as_numpy(),
             manifest.num_loss_tokens.as_numpy(),
             attention_width=self._policy.attention_width,

@@ -109,6 +109,9 @@ class MegatronPolicy:
             found[name] = unpad_vocabulary(whole, name, self.vocabulary).detach().cpu().contiguous()
         return found
 
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: [*tensor.shape] for name, tensor in self.saved().items()}
+
     def saved(self) -> dict[str, Tensor]:
         return self._as_hf(dict(self._named()))
 

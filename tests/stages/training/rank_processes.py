@@ -27,7 +27,15 @@ def nursery() -> Any:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.models.qwen3.modeling_qwen3", "backend_case", "loop_case"])
+    context.set_forkserver_preload(
+        [
+            "torch",
+            "transformers.models.qwen3.modeling_qwen3",
+            "backend_case",
+            "loop_case",
+            "stages.training.megatron.backend",
+        ]
+    )
     return context
 
 

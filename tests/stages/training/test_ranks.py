@@ -33,6 +33,7 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+@pytest.mark.nightly
 def test_two_ranks_and_one_give_the_same_weights_and_continue_each_others_checkpoints(tmp_path):
     alone = run_ranks(tmp_path / "one", 1, 3)
     together = run_ranks(tmp_path / "two", 2, 2)
