@@ -167,3 +167,17 @@ def test_two_streams_share_by_weight_and_every_group_carries_its_stream() -> Non
     streams = [issued.stream for issued in run.issued]
     assert streams.count("a") == streams.count("b") == 25
     assert all(issued.data_id.startswith(issued.stream) for issued in run.issued)
+
+
+# surogate#73: an outage fails every group of one stream; nothing takes its rows out of the mixture, so it is drawn as before
+def test_a_stream_whose_groups_are_all_dropped_keeps_its_share() -> None:
+    run = Run(prompts={"a": 10, "b": 10}, order="quota", max_staleness=0)
+    while len(run.issued) < 100:
+        for group in list(run.state.running):
+            stream = next(issued.stream for issued in run.issued if issued.group == group)
+            run.close(group, usable=stream == "a")
+        if len(run.waiting) >= run.settings.groups_per_step:
+            run.train()
+    drawn = [issued for issued in run.issued[:100] if issued.stream == "b"]
+    assert len(drawn) == 50
+    assert {issued.data_id for issued in drawn} == {f"b{number}" for number in range(10)}
