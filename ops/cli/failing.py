@@ -37,5 +37,6 @@ def plain_errors(*more: type[Exception]) -> Generator[None]:
         error = unfolded(raised)
         if isinstance(error, (*KNOWN, *more)):
             sys.stderr.write(f"headrace: {error}\n")
-            raise SystemExit(EXIT_FAILED) from None
+            exit_code: int = getattr(error, "exit_code", EXIT_FAILED)
+            raise SystemExit(exit_code) from None
         raise

@@ -55,6 +55,12 @@ class RunFailedError(Exception):
     """The run ended before its time; the text says why."""
 
 
+class RunInterruptedError(RunFailedError):
+    """Somebody stopped the run before it began."""
+
+    exit_code = 130
+
+
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended."""
 
@@ -93,7 +99,7 @@ async def run(
         async with _stop_signals() as stopped, anyio.create_task_group() as tasks:
             supervisor = Supervisor(tasks)
             try:
-                await _prepare(folder, supervisor)
+                await _prepare(folder, supervisor, stopped)
                 async with _nats(config, folder, tasks) as (url, settings):
                     async with (
                         connect(url, config.run.id, settings, create=True, limits=_limits(config)) as broker,
@@ -158,7 +164,7 @@ async def _stop_signals() -> AsyncGenerator[anyio.Event]:
         tasks.cancel_scope.cancel()
 
 
-async def _prepare(folder: RunFolder, supervisor: Supervisor) -> None:
+async def _prepare(folder: RunFolder, supervisor: Supervisor, stopped: anyio.Event) -> None:
     """Make or check the policy, and what only torch can check, in a process of its own: this one stays light."""
     process = await supervisor.start(
         ProcessSpec(
@@ -167,10 +173,15 @@ async def _prepare(folder: RunFolder, supervisor: Supervisor) -> None:
             log_file=str(folder.logs / "prepare.log"),
             finishes=True,
             restart=_ONCE,
-            env={"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+            # One thread: the same inputs give the same bits on any machine, and no threads wait for each other on a busy one.
+            env={"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         )
     )
-    await supervisor.wait_for(process.finished)
+    await _first_of(process.finished, supervisor.failed, stopped)
+    if supervisor.failure is not None:
+        raise supervisor.failure
+    if stopped.is_set() and not process.finished.is_set():
+        raise RunInterruptedError("interrupted while the policy was made ready; the same command starts again")
 
 
 @asynccontextmanager
