@@ -2,15 +2,19 @@
 
 The bare loop is what one writes by hand for rows of equal length: transformers' model and attention, a batch of whole rows,
 log-softmax of the logits, the same clipped loss, clip, AdamW. The trainer does the same step out of a manifest, with packing,
-statistics and the weights' digest. Reads nothing of a run; needs torch.
+statistics and the weights' digest. TRL's GRPOTrainer takes part where $HEADRACE_BENCH_TRL_PYTHON names a Python that has it.
+Reads nothing of a run; needs torch.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,41 +54,95 @@ def run() -> BenchResult:
         folder = Path(path)
         make_policy_folder(folder / "policy", _SPEC)
         manifest, rows = _step()
-        bare = _bare_loop(folder / "policy", rows)
-        contestants = {
-            "torch": _stepper(_backend(folder, fsdp2=False), manifest, rows),
-            "fsdp2": _stepper(_backend(folder, fsdp2=True), manifest, rows),
+        contestants: dict[str, Callable[[], float]] = {
+            "bare": _timed(_bare_loop(folder / "policy", rows)),
+            "torch": _timed(_stepper(_backend(folder, fsdp2=False), manifest, rows)),
+            "fsdp2": _timed(_stepper(_backend(folder, fsdp2=True), manifest, rows)),
         }
-        ragged = _ragged(folder)
-        for once in (bare, *contestants.values(), ragged):
-            once()
-        times: dict[str, list[float]] = {name: [] for name in ("bare", *contestants)}
-        for _ in range(ROUNDS):
-            for name, once in (("bare", bare), *contestants.items()):
-                started = time.perf_counter()
+        ragged = _timed(_ragged(folder))
+        with _trl(folder, manifest, rows) as trl:
+            if trl is not None:
+                contestants["trl"] = trl
+            for once in (*contestants.values(), ragged):
                 once()
-                times[name].append(time.perf_counter() - started)
-        ragged_s = statistics.median(_timed(ragged) for _ in range(ROUNDS))
+            times: dict[str, list[float]] = {name: [] for name in contestants}
+            for _ in range(ROUNDS):
+                for name, once in contestants.items():
+                    times[name].append(once())
+        ragged_s = statistics.median(ragged() for _ in range(ROUNDS))
     tokens = NUM_ROWS * ROW_TOKENS
-    bare_rate = tokens / statistics.median(times["bare"])
-    metrics: dict[str, float | str] = {
-        f"{name}_tokens_per_s": round(tokens / statistics.median(times[name]), 1) for name in contestants
-    }
+    rates = {name: round(tokens / statistics.median(seconds), 1) for name, seconds in times.items()}
+    metrics: dict[str, float | str] = {f"{name}_tokens_per_s": rates[name] for name in ("torch", "fsdp2")}
+    reference: dict[str, float | str] = dict.fromkeys(metrics, rates["bare"])
+    ratio = {f"{name}_tokens_per_s": _ratio(times["bare"], times[name]) for name in ("torch", "fsdp2")}
     metrics["torch_ragged_tokens_per_s"] = round(_RAGGED_TOKENS / ragged_s, 1)
-    ratio = {
-        f"{name}_tokens_per_s": round(
-            statistics.median(b / ours for b, ours in zip(times["bare"], times[name], strict=True)), 3
+    if "trl" in times:
+        metrics["torch_beside_trl_tokens_per_s"], reference["torch_beside_trl_tokens_per_s"] = (
+            rates["torch"],
+            rates["trl"],
         )
-        for name in contestants
-    }
-    reference: dict[str, float | str] = {key: round(bare_rate, 1) for key in ratio}
+        ratio["torch_beside_trl_tokens_per_s"] = _ratio(times["trl"], times["torch"])
     return BenchResult(name="train", metrics=metrics, reference=reference, ratio=ratio, machine=machine())
 
 
-def _timed(once: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    once()
-    return time.perf_counter() - started
+def _ratio(theirs_s: list[float], ours_s: list[float]) -> float:
+    """Median over rounds of how much quicker ours is."""
+    return round(statistics.median(theirs / ours for theirs, ours in zip(theirs_s, ours_s, strict=True)), 3)
+
+
+def _timed(once: Callable[[], None]) -> Callable[[], float]:
+    def timed() -> float:
+        started = time.perf_counter()
+        once()
+        return time.perf_counter() - started
+
+    return timed
+
+
+@contextmanager
+def _trl(folder: Path, manifest: Manifest, rows: dict[int, RowArrays]) -> Generator[Callable[[], float] | None]:
+    """Seconds of one step of TRL's, in a process of its own; None where there is no TRL."""
+    python = os.environ.get("HEADRACE_BENCH_TRL_PYTHON", "")
+    if not python:
+        yield None
+        return
+    np.savez(
+        folder / "rows.npz",
+        tokens=np.stack([row.token_ids for row in rows.values()]),
+        old=np.stack([row.logprobs[PROMPT_TOKENS:] for row in rows.values()]),
+        advantages=manifest.advantage.as_numpy().astype(np.float32),
+        prompt_size=PROMPT_TOKENS,
+    )
+    program = Path(__file__).with_name("train_trl.py")
+    with subprocess.Popen(  # noqa: S603 - the interpreter that the user named
+        [python, str(program), str(folder / "policy"), str(folder / "rows.npz"), str(ROWS_A_BATCH)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    ) as process:
+        if process.stdin is None or process.stdout is None or "ready" not in _line(process):
+            process.kill()
+            raise RuntimeError(
+                f"{python} can't run TRL's GRPOTrainer (status {process.wait()}): its errors stand above"
+            )
+
+        def once() -> float:
+            if process.stdin is not None:
+                process.stdin.write("step\n")
+                process.stdin.flush()
+            return float(_line(process))
+
+        yield once
+        process.stdin.close()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    """The next line that TRL's program says for us; libraries may print others before."""
+    while process.stdout is not None and (line := process.stdout.readline()):
+        if line.strip() == "ready" or line.strip().replace(".", "", 1).replace("e-", "", 1).isdigit():
+            return line.strip()
+    return ""
 
 
 def _backend(folder: Path, *, fsdp2: bool) -> StepBackend:
