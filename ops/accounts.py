@@ -13,6 +13,7 @@ import msgspec
 
 from broker.api import Broker
 from ops.evaluations import Evaluation, Evaluations
+from ops.solved import Solved, SolvedCounts
 from pipeline.log import RunLog
 from schemas.messages.rollout import EpisodeEnded, EpisodeLaunched, Trajectory
 from schemas.messages.sampling import DeadLetter, EpisodeRequested, GroupClosed, GroupIssued
@@ -97,6 +98,8 @@ class RunAccount(msgspec.Struct, frozen=True, kw_only=True):
     """The run's registrations that still stand in the Arena at its end; None where nobody looked."""
     evaluations: list[Evaluation] = []
     """By stream and version; their groups are among the dropped ones, with the reason `evaluation`."""
+    solved: list[Solved] = []
+    """Of the groups that train, by stream and task type."""
     seconds: float = 0.0
 
 
@@ -132,10 +135,12 @@ class Account:
         self._streams: Final[Counter[str]] = Counter()
         self._extra_launches = 0
         self._evaluations: Final = Evaluations()
+        self._solved: Final = SolvedCounts()
 
     def take(self, message: msgspec.Struct, sequence: int) -> None:
         """One message of the log, with its place there."""
         self._evaluations.take(message)
+        self._solved.take(message)
         match message:
             case GroupIssued():
                 self._groups.setdefault(message.group, _Group(message.num_slots))
@@ -226,6 +231,7 @@ class Account:
             groups_by_stream=dict(sorted(self._streams.items())),
             extra_launches=self._extra_launches,
             evaluations=self._evaluations.results(),
+            solved=self._solved.results(),
             seconds=round(seconds, 3),
         )
 

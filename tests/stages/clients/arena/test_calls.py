@@ -332,7 +332,8 @@ async def test_a_receipt_is_read_at_the_configured_path(start_arena, open_client
     assert await client.receipt("/tasks/{task_id}/receipt", second.task_id) is None
 
 
-async def test_hundreds_of_episodes_run_at_once(start_arena, open_client, launch_of, endpoint, finished) -> None:
+@pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.nightly)])
+async def test_many_episodes_run_at_once(start_arena, open_client, launch_of, endpoint, finished, number) -> None:
     client = await open_client(await start_arena())
     await client.register_model(NAME, endpoint, deployment_id="d")
     rows = await client.list_dataset("words")
@@ -341,7 +342,7 @@ async def test_hundreds_of_episodes_run_at_once(start_arena, open_client, launch
         launched = await client.launch(launch_of(client, rows[i % 40].data_id, harness="openai-two-turn@1"))
         return (await finished(client, launched.task_id)).score
 
-    assert set(await asyncio.gather(*[episode(i) for i in range(200)])) == {1.0}
+    assert set(await asyncio.gather(*[episode(i) for i in range(number)])) == {1.0}
 
 
 def test_the_error_types_say_whether_to_try_again() -> None:
