@@ -86,6 +86,7 @@ class Critic:
 
     def state(self) -> dict[str, object]:
         """For a checkpoint."""
+        self._placement.release(self._network)
         return {
             "critic": dict(self._network.state_dict()),
             "critic_optimizer": get_optimizer_state_dict(self._network, self._optimizer),

@@ -60,7 +60,6 @@ class Fsdp2Placement:
         self._mesh: DeviceMesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
 
     def place(self, module: nn.Module, blocks: Sequence[nn.Module], *, trained: bool) -> nn.Module:
-        del trained
         settings = self._settings
         precision = MixedPrecisionPolicy(
             param_dtype=getattr(torch, settings.compute_dtype), reduce_dtype=getattr(torch, settings.reduce_dtype)
@@ -72,14 +71,19 @@ class Fsdp2Placement:
             shard = fully_shard(
                 part,
                 mesh=self._mesh,
-                # the root's parameters are needed at both ends of a pass
-                reshard_after_forward=settings.reshard_after_forward and part is not module,
+                # a trained root's parameters are needed at both ends of a pass
+                reshard_after_forward=not trained or (settings.reshard_after_forward and part is not module),
                 mp_policy=precision,
                 offload_policy=offload,
             )
             shard.set_gradient_divide_factor(1.0)
             shard.set_force_sum_reduction_for_comms(True)  # the factor alone asks gloo for an operation it lacks
         return module
+
+    def release(self, module: nn.Module) -> None:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Nothing: the backward pass reduced them."""
@@ -112,13 +116,6 @@ _EPS = 1e-6
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def free_gathered(module: nn.Module) -> None:
-    """Go back to the split form after passes without gradient, so that an optimizer's update is seen."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 @contextmanager

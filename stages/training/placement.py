@@ -28,6 +28,10 @@ class Placement(Protocol):
         """Put a module on this rank's device, split at `blocks` where it is split at all."""
         ...
 
+    def release(self, module: nn.Module) -> None:
+        """Let go of what a pass without gradient gathered: before parameters are read or changed."""
+        ...
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make each gradient the sum over the data-parallel ranks."""
         ...
@@ -52,6 +56,9 @@ class WholePlacement:
     def place(self, module: nn.Module, blocks: Sequence[nn.Module], *, trained: bool) -> nn.Module:
         del blocks, trained
         return module.to(self._ranks.device)
+
+    def release(self, module: nn.Module) -> None:
+        """Nothing was gathered."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._ranks.world_size > 1:

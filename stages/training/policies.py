@@ -135,6 +135,7 @@ class HfPolicy:
 
     def _state(self) -> dict[str, Tensor]:
         """By HF name, sorted; a tied output matrix is left out."""
+        self._placement.release(self.network)
         state = self.model.state_dict()
         tied = bool(getattr(self.model.config, "tie_word_embeddings", False))
         return {name: state[name] for name in sorted(state) if not (tied and name == "lm_head.weight")}

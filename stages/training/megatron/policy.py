@@ -210,6 +210,9 @@ class MegatronPlacement:
         del blocks, trained
         return module.to(self._device)
 
+    def release(self, module: nn.Module) -> None:
+        """Nothing was gathered."""
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         shares = [p for p in parameters if id(p) in self._partial]
         if self._tensor.world_size > 1:
