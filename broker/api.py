@@ -19,6 +19,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from schemas.payload import PayloadRef
 
@@ -32,6 +34,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     unix_time_s: float
     """When the broker stored it: for people, never for a fold."""
     headers: Mapping[str, str] = {}
+
+
+class RecordBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Messages as they stand in the log, column by column: for who takes very many of them. All columns are equally long."""
+
+    subjects: list[str]
+    sequences: npt.NDArray[np.int64]
+    """Ascending."""
+    unix_times_s: npt.NDArray[np.float64]
+    datas: list[bytes]
+    headers: Mapping[int, Mapping[str, str]] = {}
+    """Of those messages that have any, by their number in the batch."""
+
+    def __len__(self) -> int:
+        return len(self.datas)
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +196,12 @@ class Broker(Protocol):
         """All messages of `filters` after `after_sequence`, in order, without gaps; then new ones as they come, or, with
         `follow=False`, the end at the last message that stood when the reader was opened.
         """
+        ...
+
+    def read_batches(
+        self, filters: Sequence[str], *, after_sequence: int = 0, follow: bool = True
+    ) -> AbstractAsyncContextManager[AsyncIterator[RecordBatch]]:
+        """As `read`, but as many at once as there are: one at least, some thousand at the most."""
         ...
 
     def consume(

@@ -7,8 +7,9 @@ from typing import Final
 
 import anyio
 
-from broker.api import Published
+from broker.api import Published, Record
 from broker.conformance.asserting import (
+    DEADLINE_S,
     BrokerFactory,
     Check,
     claim,
@@ -150,6 +151,35 @@ async def check_read_takes_several_filters(make: BrokerFactory) -> None:
             equal([r.sequence for r in await take_all(records)], [1, 3, 4], "sequences")
 
 
+async def check_batches_hold_what_single_reads_give(make: BrokerFactory) -> None:
+    async with make() as broker:
+        await fill(broker, "a.b", 2500)
+        await broker.publish(f"hr.{broker.run}.a.c.1", b"with headers", headers={"k": "v"})
+        await fill(broker, "a.b", 2500, first=2500)
+        everything = [f"hr.{broker.run}.>"]
+        async with broker.read(everything, after_sequence=10, follow=False) as records:
+            expected = await take_all(records)
+        found: list[Record] = []
+        async with broker.read_batches(everything, after_sequence=10, follow=False) as batches:
+            async for batch in batches:
+                found += [
+                    Record(
+                        subject=batch.subjects[number],
+                        sequence=int(batch.sequences[number]),
+                        data=batch.datas[number],
+                        unix_time_s=float(batch.unix_times_s[number]),
+                        headers=batch.headers.get(number, {}),
+                    )
+                    for number in range(len(batch))
+                ]
+        equal(found, expected, "records")
+        async with broker.read_batches([f"hr.{broker.run}.a.b.>"], after_sequence=5001) as batches:
+            await broker.publish(f"hr.{broker.run}.a.b.new", b"new")
+            with anyio.fail_after(DEADLINE_S):
+                batch = await anext(batches)
+        equal((batch.sequences.tolist(), batch.datas), ([5002], [b"new"]), "what came then")
+
+
 async def check_filters_that_overlap_are_refused(make: BrokerFactory) -> None:
     async with make() as broker:
 
@@ -216,6 +246,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     check_read_starts_after_a_sequence_and_follows,
     check_read_ends_where_the_log_ended_when_it_began,
     check_read_takes_several_filters,
+    check_batches_hold_what_single_reads_give,
     check_filters_that_overlap_are_refused,
     check_read_may_leave_the_data_away,
     check_readers_share_nothing,

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from broker.api import CollectablePayloads, ConsumerSettings, ConsumerStatus, Delivery, LogStatus, Published, Record
+from broker.api import (
+    CollectablePayloads,
+    ConsumerSettings,
+    ConsumerStatus,
+    Delivery,
+    LogStatus,
+    Published,
+    Record,
+    RecordBatch,
+)
 from broker.directory import DirectoryPayloads
 from broker.errors import NoSuchStreamError
 from broker.jetstream import talk
@@ -16,7 +25,7 @@ from broker.jetstream.link import ConnectionState, Link
 from broker.jetstream.opening import open_link
 from broker.jetstream.payloads import JetStreamPayloads
 from broker.jetstream.publish import Publisher, get_last
-from broker.jetstream.read import read
+from broker.jetstream.read import read, read_batches
 from broker.jetstream.state import State
 from broker.naming import check_log_filters, check_log_subject, run_names
 from broker.settings import ConnectSettings
@@ -70,6 +79,13 @@ class JetStreamBroker:
         return read(
             self._link, self._names.log_stream, patterns, after_sequence, follow=follow, headers_only=headers_only
         )
+
+    def read_batches(
+        self, filters: Sequence[str], *, after_sequence: int = 0, follow: bool = True
+    ) -> AbstractAsyncContextManager[AsyncIterator[RecordBatch]]:
+        patterns = tuple(filters)
+        check_log_filters(self._names, patterns)
+        return read_batches(self._link, self._names.log_stream, patterns, after_sequence, follow=follow)
 
     def consume(
         self, durable: str, filters: Sequence[str], settings: ConsumerSettings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from schemas.errors import InvalidIdError
@@ -62,3 +62,10 @@ def read_headers(block: bytes | None) -> dict[str, str]:
             name, _, value = line.partition(b":")
             found[name.decode("utf-8", "replace")] = value.strip().decode("utf-8", "replace")
     return found
+
+
+def no_own_headers(blocks: Sequence[bytes | None]) -> bool:
+    """Whether none of some header blocks has a header that is not the broker's own; looked at all at once."""
+    some = [block for block in blocks if block is not None]
+    lines = b"".join(some)
+    return lines.count(b"\r\n") == lines.count(b"\r\nNats-") + 2 * len(some)

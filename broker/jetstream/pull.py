@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -204,6 +204,20 @@ class Pull:
     def ready(self) -> bool:
         """Whether `next` has something at once."""
         return bool(self._queue)
+
+    def queued(self) -> tuple[Sequence[bytes], Sequence[bytes], Sequence[bytes], Sequence[bytes | None]]:
+        """What has arrived and was not taken, left where it is: subjects, replies, data and headers. Not for an empty queue."""
+        subjects, replies, datas, headers = zip(*self._queue, strict=True)
+        return subjects, replies, datas, headers
+
+    def take(self, count: int) -> None:
+        """Take the first `count` of the queued messages of a consumer that needs no acknowledgement."""
+        if count == len(self._queue):
+            self.clear()
+        else:
+            for _ in range(count):
+                self._queued_bytes -= len(self._queue.popleft().data)
+        self._ask()
 
     def clear(self) -> None:
         """Drop what is queued (a reader that starts again from a known place)."""

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
+import numpy as np
+import numpy.typing as npt
 
-from broker.api import Record
+from broker.api import Record, RecordBatch
+from broker.batches import batch_of
 from broker.errors import NoSuchStreamError
 from broker.iterating import Iterating
 from broker.jetstream.api import ApiError, Code, call
 from broker.jetstream.consume import ack_numbers
-from broker.jetstream.headers import read_headers
+from broker.jetstream.headers import no_own_headers, read_headers
 from broker.jetstream.link import Link
 from broker.jetstream.pull import Pull, Raw
 from broker.shapes import ConsumerInfo, StreamInfo
@@ -66,8 +69,7 @@ class Reader:
     async def next(self) -> Record:
         """The next record."""
         while True:
-            if self._end is not None and (self._last >= self._end or not self._pending):
-                raise StopAsyncIteration
+            self._stop_at_end()
             if self._end is None or self._pull.ready:
                 raw = await self._pull.next()
             else:
@@ -94,6 +96,41 @@ class Reader:
                 unix_time_s=time_ns / NANOSECONDS,
                 headers=read_headers(raw.headers),
             )
+
+    async def next_batch(self) -> RecordBatch:
+        """The next records, as many as have arrived."""
+        self._stop_at_end()
+        batch = self._arrived() if self._pull.ready else None
+        return batch_of([await self.next()]) if batch is None else batch
+
+    def _arrived(self) -> RecordBatch | None:
+        """What has arrived, if all of it is what should come next: a message costs little here. None: look at each."""
+        subjects, replies, datas, blocks = self._pull.queued()
+        numbers = _numbers(replies, self._name)
+        if numbers is None:
+            return None
+        if self._end is not None:
+            numbers = numbers[: int(np.searchsorted(numbers[:, 1], self._end, side="right"))]
+        count = len(numbers)
+        expected = np.arange(self._expected, self._expected + count)
+        if not count or numbers[0, 1] <= self._last or not np.array_equal(numbers[:, 2], expected):
+            return None
+        self._pull.take(count)
+        self._expected += count
+        self._last = int(numbers[-1, 1])
+        self._pending = int(numbers[-1, 4])
+        headers = {} if no_own_headers(blocks) else dict(enumerate(map(read_headers, blocks[:count])))
+        return RecordBatch(
+            subjects=b"\n".join(subjects[:count]).decode("utf-8", "replace").split("\n"),
+            sequences=numbers[:, 1].copy(),
+            unix_times_s=np.array([time_ns / NANOSECONDS for time_ns in numbers[:, 3].tolist()]),
+            datas=list(datas[:count]),
+            headers={number: found for number, found in headers.items() if found},
+        )
+
+    def _stop_at_end(self) -> None:
+        if self._end is not None and (self._last >= self._end or not self._pending):
+            raise StopAsyncIteration
 
     async def _next_or_look(self) -> Raw | None:
         """For a reader with an end: what it waits for may have been purged, so look again now and then."""
@@ -149,15 +186,44 @@ class Reader:
         return error
 
 
+def _numbers(replies: Sequence[bytes], consumer: str) -> npt.NDArray[np.int64] | None:
+    """The numbers of ack subjects (as `ack_numbers`), one row each; None where one is of another form or consumer."""
+    first = replies[0]
+    start = first.find(b".%b." % consumer.encode())
+    prefix = first[: start + len(consumer) + 2]
+    text = b" ".join(replies)
+    if start < 0 or text.count(prefix) != len(replies) or first.count(b".") != prefix.count(b".") + 4:
+        return None
+    numbers = np.fromstring(text.replace(prefix, b"").replace(b".", b" "), dtype=np.int64, sep=" ")
+    return numbers.reshape(-1, 5) if numbers.size == 5 * len(replies) else None
+
+
+@asynccontextmanager
+async def read_batches(
+    link: Link, stream: str, filters: tuple[str, ...], after: int, *, follow: bool
+) -> AsyncGenerator[AsyncIterator[RecordBatch]]:
+    """Read the log in order, many messages at once."""
+    async with _opened(link, stream, filters, after, follow=follow, headers_only=False) as reader:
+        yield Iterating(reader.next_batch)
+
+
 @asynccontextmanager
 async def read(
     link: Link, stream: str, filters: tuple[str, ...], after: int, *, follow: bool, headers_only: bool
 ) -> AsyncGenerator[AsyncIterator[Record]]:
     """Read the log in order."""
+    async with _opened(link, stream, filters, after, follow=follow, headers_only=headers_only) as reader:
+        yield Iterating(reader.next)
+
+
+@asynccontextmanager
+async def _opened(
+    link: Link, stream: str, filters: tuple[str, ...], after: int, *, follow: bool, headers_only: bool
+) -> AsyncGenerator[Reader]:
     reader = Reader(link, stream, filters, after, headers_only=headers_only)
     try:
         await reader.open(follow=follow)
-        yield Iterating(reader.next)
+        yield reader
     finally:
         with anyio.CancelScope(shield=True), anyio.move_on_after(2):
             await reader.close()

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 
-from broker.api import ConsumerSettings, ConsumerStatus, Delivery, LogStatus, Published, Record
+from broker.api import ConsumerSettings, ConsumerStatus, Delivery, LogStatus, Published, Record, RecordBatch
+from broker.batches import batch_of
 from broker.errors import ConflictError, NotConnectedError, RequestFailedError
 from broker.iterating import Iterating
 from broker.memory.durable import Durable, Outstanding
@@ -119,6 +120,17 @@ class MemoryBroker:
                     await self._server.changed()
 
         yield Iterating(take)
+
+    @asynccontextmanager
+    async def read_batches(
+        self, filters: Sequence[str], *, after_sequence: int = 0, follow: bool = True
+    ) -> AsyncGenerator[AsyncIterator[RecordBatch]]:
+        async with self.read(filters, after_sequence=after_sequence, follow=follow) as records:
+
+            async def take() -> RecordBatch:
+                return batch_of([await anext(records)])
+
+            yield Iterating(take)
 
     @asynccontextmanager
     async def consume(

@@ -18,12 +18,13 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-from broker.api import Record
+from broker.api import Record, RecordBatch
+from broker.batches import part
 
 BLOCK_BYTES: Final = 256 * 1024
 """Messages of about this size are compressed together."""
 PAYLOAD_BLOCK_BYTES: Final = 1024 * 1024
-_MESSAGE_LEVEL: Final = 1  # keeps up with the broker on one core
+_MESSAGE_LEVEL: Final = -1  # keeps up with the broker beside it on two busy cores
 _PAYLOAD_LEVEL: Final = 3
 
 _KEY_AT: Final = 4
@@ -126,70 +127,77 @@ class PackedBlock(msgspec.Struct, frozen=True, kw_only=True):
     last_sequence: int
 
 
-def compress_messages(raw: bytes) -> bytes:
-    """The body of a block. Runs without the interpreter's lock: other threads go on."""
-    return zstandard.ZstdCompressor(level=_MESSAGE_LEVEL).compress(raw)
+def message_compressor() -> zstandard.ZstdCompressor:
+    """Makes the bodies of blocks, for one thread. It works without the interpreter's lock: other threads go on."""
+    return zstandard.ZstdCompressor(level=_MESSAGE_LEVEL)
 
 
-def pack_messages(records: Sequence[Record], missing: Sequence[str] = ()) -> list[PackedBlock]:
+def pack_messages(batch: RecordBatch, missing: Sequence[str] = ()) -> list[PackedBlock]:
     """Blocks of messages, in order."""
     blocks: list[PackedBlock] = []
-    ends = list(itertools.accumulate(len(record.data) for record in records))
+    ends = list(itertools.accumulate(map(len, batch.datas)))
     start = 0
-    while start < len(records):
+    while start < len(batch):
         before = ends[start - 1] if start else 0
         end = max(start + 1, bisect.bisect_left(ends, before + BLOCK_BYTES))
-        blocks.append(_packed(records[start:end], () if blocks else missing))
+        blocks.append(_packed(part(batch, start, end), () if blocks else missing))
         start = end
     return blocks
 
 
-def _packed(records: Sequence[Record], missing: Sequence[str]) -> PackedBlock:
+def _packed(batch: RecordBatch, missing: Sequence[str]) -> PackedBlock:
     # This function decides how fast a run can be recorded: what is done once a message is left to C.
-    subjects = [record.subject for record in records]
-    datas = [record.data for record in records]
-    split = [tokens if len(tokens) > _KEY_AT else [*tokens, "", "", "", ""] for tokens in map(_tokens, subjects)]
+    split = list(map(_tokens, batch.subjects))
+    if min(map(len, split)) <= _KEY_AT:
+        split = [tokens if len(tokens) > _KEY_AT else [*tokens, "", "", "", ""] for tokens in split]
     topics = list(map(_topic_of, split))
     counts = Counter(topics)
-    entities = set(map(_entity_of, split))
-    marks = [
-        StepMark(".".join(topic), int(tokens[_KEY_AT]), record.sequence)
-        for topic, tokens, record in (zip(topics, split, records, strict=True) if _STEP_TOPICS & counts.keys() else ())
-        if topic in _STEP_TOPICS and tokens[_KEY_AT].isdigit()
-    ]
+    lengths = list(map(len, batch.datas))
     sizes = Counter[tuple[str, str]]()
     if len(counts) == 1:
-        sizes[topics[0]] = sum(map(len, datas))
+        sizes[topics[0]] = sum(lengths)
     else:
-        for topic, data in zip(topics, datas, strict=True):
-            sizes[topic] += len(data)
-    entities.update([entity.partition("-")[0] for entity in entities])
+        for topic, length in zip(topics, lengths, strict=True):
+            sizes[topic] += length
     columns = _Columns(
-        sequences=np.array([record.sequence for record in records], dtype=np.int64).tobytes(),
-        times=np.array([record.unix_time_s for record in records], dtype=np.float64).tobytes(),
-        sizes=np.array(list(map(len, datas)), dtype=np.int64).tobytes(),
-        subjects=subjects,
-        data=b"".join(datas),
-        headers={number: dict(record.headers) for number, record in enumerate(records) if record.headers},
+        sequences=batch.sequences.tobytes(),
+        times=batch.unix_times_s.tobytes(),
+        sizes=np.array(lengths, dtype=np.int64).tobytes(),
+        subjects=batch.subjects,
+        data=b"".join(batch.datas),
+        headers={number: dict(headers) for number, headers in batch.headers.items()},
     )
     head = MessageHead(
-        count=len(records),
-        first_sequence=records[0].sequence,
-        last_sequence=records[-1].sequence,
-        first_time_s=records[0].unix_time_s,
-        last_time_s=records[-1].unix_time_s,
+        count=len(batch),
+        first_sequence=int(batch.sequences[0]),
+        last_sequence=int(batch.sequences[-1]),
+        first_time_s=float(batch.unix_times_s[0]),
+        last_time_s=float(batch.unix_times_s[-1]),
         raw_bytes=len(columns.data),
         topics={".".join(topic).rstrip("."): TopicCount(count, sizes[topic]) for topic, count in counts.items()},
-        entities=np.sort(np.array([entity_hash(entity) for entity in entities], dtype=np.uint64)).tobytes(),
-        marks=marks,
+        entities=_hashes(set(map(_entity_of, split))),
+        marks=_marks(batch, split, topics) if _STEP_TOPICS & counts.keys() else [],
         missing=list(missing),
     )
     return PackedBlock(
         head=_encoder.encode(head),
         raw=_encoder.encode(columns),
-        count=len(records),
-        last_sequence=records[-1].sequence,
+        count=len(batch),
+        last_sequence=head.last_sequence,
     )
+
+
+def _hashes(entities: set[str]) -> bytes:
+    entities.update([entity.partition("-")[0] for entity in entities])
+    return np.sort(np.array([entity_hash(entity) for entity in entities], dtype=np.uint64)).tobytes()
+
+
+def _marks(batch: RecordBatch, split: Sequence[list[str]], topics: Sequence[tuple[str, str]]) -> list[StepMark]:
+    return [
+        StepMark(".".join(topic), int(tokens[_KEY_AT]), int(sequence))
+        for topic, tokens, sequence in zip(topics, split, batch.sequences, strict=True)
+        if topic in _STEP_TOPICS and tokens[_KEY_AT].isdigit()
+    ]
 
 
 def decode_message_head(raw: bytes) -> MessageHead:

@@ -17,7 +17,8 @@ import msgspec
 import structlog
 from anyio.streams.memory import MemoryObjectSendStream
 
-from broker.api import Broker, Record
+from broker.api import Broker, RecordBatch
+from broker.batches import joined
 from broker.errors import PayloadMissingError
 from broker.recording.blocks import BLOCK_BYTES, pack_messages, topic_and_entity
 from broker.recording.redaction import Redactor, Rule
@@ -92,7 +93,7 @@ class Recorder:
         self._settings: Final = settings or RecorderSettings()
         self._rules: Final = tuple(rules)
         self._on_written = on_written
-        self._pending: list[Record] = []
+        self._pending: list[RecordBatch] = []
         self._pending_bytes = 0
         self._pending_since = 0.0
         self._stopping: Final = anyio.Event()
@@ -104,7 +105,7 @@ class Recorder:
 
     async def run(self, *, follow: bool = True) -> RecorderFigures:
         """Record until the log's end, or, following, until stopped."""
-        send, receive = anyio.create_memory_object_stream[list[Record]](max_buffer_size=_BLOCKS_AHEAD)
+        send, receive = anyio.create_memory_object_stream[RecordBatch](max_buffer_size=_BLOCKS_AHEAD)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read, send, follow)
             async with receive:
@@ -114,7 +115,7 @@ class Recorder:
         await self._report()
         return self.figures
 
-    async def _read(self, send: MemoryObjectSendStream[list[Record]], follow: bool) -> None:
+    async def _read(self, send: MemoryObjectSendStream[RecordBatch], follow: bool) -> None:
         async with send, anyio.create_task_group() as tasks:
             tasks.start_soon(self._flush_now_and_then, send)
             if follow:
@@ -124,7 +125,7 @@ class Recorder:
             await self._flush(send)
             tasks.cancel_scope.cancel()
 
-    async def _follow(self, send: MemoryObjectSendStream[list[Record]]) -> None:
+    async def _follow(self, send: MemoryObjectSendStream[RecordBatch]) -> None:
         async with anyio.create_task_group() as reading:
 
             async def end_when_stopped() -> None:
@@ -132,12 +133,14 @@ class Recorder:
                 reading.cancel_scope.cancel()
 
             reading.start_soon(end_when_stopped)
-            async with self._broker.read(self._filters(), after_sequence=self._last_read()) as records:
+            async with self._broker.read_batches(self._filters(), after_sequence=self._last_read()) as records:
                 await self._take(records, send)
         await self._read_to_end(send)
 
-    async def _read_to_end(self, send: MemoryObjectSendStream[list[Record]]) -> None:
-        async with self._broker.read(self._filters(), after_sequence=self._last_read(), follow=False) as records:
+    async def _read_to_end(self, send: MemoryObjectSendStream[RecordBatch]) -> None:
+        async with self._broker.read_batches(
+            self._filters(), after_sequence=self._last_read(), follow=False
+        ) as records:
             await self._take(records, send)
 
     def _filters(self) -> list[str]:
@@ -146,31 +149,31 @@ class Recorder:
     def _last_read(self) -> int:
         return self.figures.last_sequence
 
-    async def _take(self, records: AsyncIterator[Record], send: MemoryObjectSendStream[list[Record]]) -> None:
+    async def _take(self, records: AsyncIterator[RecordBatch], send: MemoryObjectSendStream[RecordBatch]) -> None:
         # Added before any wait: a reader that is cancelled has its last record in the pending block.
         figures = self.figures
-        async for record in records:
+        async for batch in records:
             if not self._pending:
                 self._pending_since = anyio.current_time()
-            self._pending.append(record)
-            self._pending_bytes += len(record.data)
-            figures.last_sequence = record.sequence
+            self._pending.append(batch)
+            self._pending_bytes += sum(map(len, batch.datas))
+            figures.last_sequence = int(batch.sequences[-1])
             if self._pending_bytes >= _HANDED_OVER_BYTES:
                 await self._flush(send)
 
-    async def _flush(self, send: MemoryObjectSendStream[list[Record]]) -> None:
+    async def _flush(self, send: MemoryObjectSendStream[RecordBatch]) -> None:
         if self._pending:
-            block, self._pending, self._pending_bytes = self._pending, [], 0
+            block, self._pending, self._pending_bytes = joined(self._pending), [], 0
             with anyio.CancelScope(shield=True):
                 await send.send(block)
 
-    async def _flush_now_and_then(self, send: MemoryObjectSendStream[list[Record]]) -> None:
+    async def _flush_now_and_then(self, send: MemoryObjectSendStream[RecordBatch]) -> None:
         while True:
             await anyio.sleep(self._settings.flush_after_s / 2)
             if self._pending and anyio.current_time() - self._pending_since >= self._settings.flush_after_s / 2:
                 await self._flush(send)
 
-    async def _write(self, block: list[Record]) -> None:
+    async def _write(self, block: RecordBatch) -> None:
         redactor = Redactor(self._rules) if self._rules else None
         missing: list[str] = []
         decoded = self._decoded(block, redactor)
@@ -195,20 +198,22 @@ class Recorder:
 
     @staticmethod
     def _decoded(
-        block: Sequence[Record], redactor: Redactor | None
+        block: RecordBatch, redactor: Redactor | None
     ) -> dict[int, tuple[Topic[msgspec.Struct], msgspec.Struct]]:
         """Those messages of a block that must be looked into, by their number in it."""
         found: dict[int, tuple[Topic[msgspec.Struct], msgspec.Struct]] = {}
-        for number, record in enumerate(block):
-            if redactor is None and not may_name_payloads(record.data):
+        if redactor is None and not may_name_payloads(b"".join(block.datas)):
+            return found
+        for number, data in enumerate(block.datas):
+            if redactor is None and not may_name_payloads(data):
                 continue
-            name = topic_and_entity(record.subject)[0]
+            name = topic_and_entity(block.subjects[number])[0]
             topic = topic_named(name)
             wanted = name in TOPICS_WITH_PAYLOADS or (redactor is not None and redactor.concerns(name))
             if topic is None or not wanted:
                 continue
             try:
-                found[number] = (topic, topic.decode(record.data))
+                found[number] = (topic, topic.decode(data))
             except DecodeError as error:
                 log.warning("a message that can't be decoded is recorded as it is", error=str(error))
         return found
@@ -274,11 +279,11 @@ class Recorder:
 
     async def _redacted(
         self,
-        block: Sequence[Record],
+        block: RecordBatch,
         decoded: dict[int, tuple[Topic[msgspec.Struct], msgspec.Struct]],
         redactor: Redactor,
-    ) -> list[Record]:
-        changed = list(block)
+    ) -> RecordBatch:
+        changed = list(block.datas)
         for number, (topic, message) in decoded.items():
             if not redactor.concerns(topic.name):
                 continue
@@ -288,13 +293,12 @@ class Recorder:
                     own[named.ref.id] = await self._get(named.ref)
             now = redactor.message(topic, message, lambda ref, own=own: own.get(ref.id))
             data = topic.encode(now)
-            if data != block[number].data:
-                changed[number] = msgspec.structs.replace(block[number], data=data)
+            changed[number] = data
             kept = {named.ref.id for named in named_in(topic, now)}
             redactor.payloads.extend(
                 (payload_id, bytes(data)) for payload_id, data in own.items() if data is not None and payload_id in kept
             )
-        return changed
+        return msgspec.structs.replace(block, datas=changed)
 
 
 def _keeps_payloads(topic: str) -> bool:

@@ -14,7 +14,8 @@ from typing import BinaryIO, Final
 import msgspec
 
 from broker.api import Record
-from broker.recording.blocks import PAYLOAD_BLOCK_BYTES, PackedBlock, compress_messages, encode_payloads, pack_messages
+from broker.batches import batch_of
+from broker.recording.blocks import PAYLOAD_BLOCK_BYTES, PackedBlock, encode_payloads, message_compressor, pack_messages
 from broker.recording.errors import NotARecordingError, RecordingError, WrongRunError
 from broker.recording.frames import PRELUDE_BYTES, FramePlace, Kind, encode_frame, prelude
 from broker.recording.header import Header, encode_header, read_header
@@ -47,6 +48,7 @@ class RecordingWriter:
         self._index = FileIndex()
         self._file: BinaryIO | None = None
         self._offset = 0
+        self._compressor: Final = message_compressor()
 
     @property
     def size_bytes(self) -> int:
@@ -83,12 +85,13 @@ class RecordingWriter:
         fresh = records
         if records and records[0].sequence <= self.last_sequence:
             fresh = [record for record in records if record.sequence > self.last_sequence]
-        self.write_packed(pack_messages(fresh, missing))
+        if fresh:
+            self.write_packed(pack_messages(batch_of(fresh), missing))
 
     def write_packed(self, blocks: Sequence[PackedBlock]) -> None:
         """Append packed blocks that follow on what the file holds."""
         for block in blocks:
-            self._append(Kind.MESSAGES, block.head, compress_messages(block.raw))
+            self._append(Kind.MESSAGES, block.head, self._compressor.compress(block.raw))
             self.last_sequence = block.last_sequence
             self.num_messages += block.count
             if self._offset >= self._rotate_bytes:
