@@ -29,6 +29,7 @@ COMMANDS: Final = (
     ("resume", "ops.cli.control:resume", _RUN, "Issue groups again after a pause or a drain."),
     ("drain", "ops.cli.control:drain", _RUN, "Let a run go empty: no new groups until resume or its next start."),
     ("status", "ops.cli.status:status", _LOOK, "What each stage waits for, and since when."),
+    ("top", "ops.cli.top:top", _LOOK, "A run as it goes, on one screen, by keyboard."),
     ("tap", "ops.cli.tap:tap", _LOOK, "Watch messages as they come."),
     ("why", "ops.cli.why:why", _LOOK, "The whole life of a group, episode, session, step or row."),
     ("dead", "ops.cli.dead:app", _LOOK, "Messages that a stage gave up: list, show, retry, drop."),

@@ -1,0 +1,159 @@
+"""A model follows the log and the workers; what it says agrees with the account."""
+
+import time
+from contextlib import asynccontextmanager
+from io import StringIO
+
+import anyio
+import msgspec
+import pytest
+from rich.console import Console
+
+from ops.accounts import account
+from ops.control import ask
+from ops.logtools.sources import LiveSource
+from ops.report.gather import gather
+from ops.top.model import FORGET_S, GROUPS_KEPT, Model
+from ops.top.views import engines, group_cells, head, rewards, stages
+from ops.top.watching import watch
+from pipeline.metrics import WorkerReport, report_subject
+from schemas.messages.sampling import ControlAction, GroupIssued
+
+
+def report(stage, **fields):
+    return WorkerReport(**{"run": "r", "stage": stage, "worker": "h:1", "unix_time_s": 100.0, **fields})
+
+
+@asynccontextmanager
+async def watched(broker, until):
+    """A model that is kept up to date, once `until` holds."""
+    model = Model("r")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch, broker, model)
+        with anyio.fail_after(20):
+            while not until(model):
+                await anyio.sleep(0.01)
+        yield model
+        tasks.cancel_scope.cancel()
+
+
+def drawn(content, width):
+    out = StringIO()
+    Console(file=out, width=width, color_system=None).print(content)
+    return out.getvalue().rstrip("\n").splitlines()
+
+
+async def test_the_model_agrees_with_the_account(chaotic):
+    counted = await account(chaotic.broker, staleness_bound=8)
+    ended = counted.groups.trained + counted.groups.dropped
+
+    def complete(model):
+        return sum(line.state.startswith(("trained", "dropped")) for line in model.groups.values()) == ended
+
+    async with watched(chaotic.broker, complete) as model:
+        states = [line.state for line in model.groups.values()]
+        assert sum(state.startswith("trained") for state in states) == counted.groups.trained
+        assert sum(state.startswith("dropped") for state in states) == counted.groups.dropped
+        assert sum(model.dead.values()) == counted.dead_letters
+        assert max(model.staleness) == counted.staleness.max
+        assert [round(reward, 6) for _, reward in model.rewards] == counted.reward_by_step
+
+
+async def test_rewards_by_stream_are_those_of_the_steps(chaotic):
+    figures = await gather(LiveSource(chaotic.broker))
+    expected = {
+        stream: [step.reward_by_stream[stream] for step in figures.steps if stream in step.reward_by_stream]
+        for stream in ("math", "words")
+    }
+
+    def complete(model):
+        return sum(map(len, model.stream_rewards.values())) == sum(map(len, expected.values()))
+
+    async with watched(chaotic.broker, complete) as model:
+        assert {stream: list(values) for stream, values in model.stream_rewards.items()} == expected
+
+
+async def test_an_instruction_is_seen_while_watching(small):
+    async with watched(small.broker, lambda model: model.position > 0) as model:
+        await ask(small.broker, ControlAction.PAUSE, "lunch")
+        with anyio.fail_after(20):
+            while not model.asked.word:
+                await anyio.sleep(0.01)
+        assert "paused (lunch)" in drawn(head(model, 78), 78)[1]
+
+
+async def test_a_fold_that_is_behind_has_a_lag_and_an_oldest_message(small):
+    async with watched(small.broker, lambda model: model.position > 0) as model:
+        subject = report_subject("r", "assembly")
+        told = report("assembly", unix_time_s=time.time(), gauges={"folded_sequence": 1.0})
+        with anyio.fail_after(20):
+            while not model.backlogs.get("assembly"):
+                await small.broker.announce(subject, msgspec.msgpack.encode(told))
+                await anyio.sleep(0.01)
+        assert model.backlogs["assembly"].count > 0
+        assert model.backlogs["assembly"].oldest_unix_s > 0
+
+
+def test_speed_is_the_difference_between_two_reports():
+    model = Model("r")
+    model.take_report(report("rewards", received=10))
+    model.take_report(report("rewards", received=30, published=5, unix_time_s=102.0))
+    worker = model.workers["rewards", "h:1"]
+    assert (worker.received_per_s, worker.published_per_s) == (10.0, 2.5)
+
+
+def test_a_worker_that_started_anew_has_no_negative_speed():
+    model = Model("r")
+    model.take_report(report("rewards", received=10))
+    model.take_report(report("rewards", received=1, unix_time_s=101.0))
+    assert model.workers["rewards", "h:1"].received_per_s == 0
+
+
+def test_workers_that_are_gone_are_forgotten():
+    model = Model("r")
+    model.take_report(report("rewards"))
+    model.forget_silent(100.0 + FORGET_S + 1)
+    assert not model.workers
+
+
+def test_only_the_newest_groups_are_kept():
+    model = Model("r")
+    for number in range(GROUPS_KEPT + 5):
+        issued = GroupIssued(group=f"g{number:07d}", ordinal=number, stream="s", data_id="d", num_slots=2)
+        model.take(issued, number + 1, 1.0)
+    assert len(model.groups) == GROUPS_KEPT
+    assert next(iter(model.groups)) == "g0000005"
+
+
+async def test_every_panel_fits_its_width(chaotic):
+    async with watched(chaotic.broker, lambda model: model.trained_step > 0 and bool(model.stream_rewards)) as model:
+        for stage in ("sampling", "gateway", "trainer"):
+            model.take_report(report(stage, waiting_for="a very long explanation " * 9, waiting_since_unix_s=1.0))
+        for width in (60, 80, 120, 200):
+            assert len(drawn(head(model, width), width)) == 2
+            assert len(drawn(stages(model, width, 100.0), width)) == 9
+            assert len(drawn(engines(model), width)) == 2
+            assert len(drawn(rewards(model, width), width)) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "now_s", "text"),
+    [
+        ({}, 110.0, "no sign of life for 10 s"),
+        ({"labels": {"weights_error": "checksum of w"}}, 101.0, "checksum of w"),
+        ({"waiting_for": "calls", "waiting_since_unix_s": 60.0}, 101.0, "calls (41 s)"),
+        ({}, 101.0, "working"),
+    ],
+)
+def test_a_stage_says_what_it_does_or_what_is_wrong(fields, now_s, text):
+    model = Model("r")
+    model.take_report(report("gateway", **fields))
+    line = next(line for line in drawn(stages(model, 100, now_s), 100) if line.startswith("gateway"))
+    assert text in line
+
+
+def test_a_group_shows_its_slots_and_what_became_of_it():
+    model = Model("r")
+    model.take(GroupIssued(group="g0000001", ordinal=1, stream="s", data_id="d", num_slots=2), 7, 90.0)
+    cells = [cell.plain for cell in group_cells(model.groups["g0000001"], 100.0)]
+    assert cells == ["g0000001", "s", "0/2", "·", "10.00 s", "running"]
