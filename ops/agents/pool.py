@@ -108,6 +108,10 @@ class AgentPool:
         """Of the processes (of their leashes)."""
         return [worker.process.pid for worker in self._workers]
 
+    async def warm(self) -> None:
+        """Wait until a process is ready."""
+        await self._warm.wait()
+
     async def play(self, call: AgentCall, *, timeout_s: float, over: anyio.Event) -> AgentAnswer:
         """Play an episode to its end, its time limit, or `over`, whichever comes first."""
         return await self._do({"play": call}, timeout_s=timeout_s, over=over)
