@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Final
 
 import anyio
 import msgspec
@@ -12,6 +13,13 @@ from ops.control import Standing, standing
 from pipeline.metrics import REPORT_PREFIX, WorkerReport
 
 LISTEN_S = 2.5
+_FUNCTIONS: Final = {"map_rewards": "rewards", "broadcast_weights": "weights"}
+"""Stages whose consumer and dead letters carry their function's name instead of the service's."""
+
+
+def service_of(name: str) -> str:
+    """The service, as status names it, of a consumer or a dead letter."""
+    return _FUNCTIONS.get(name, name)
 
 
 class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +56,7 @@ async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float
             async for _subject, data in announcements:
                 report = msgspec.msgpack.decode(data, type=WorkerReport)
                 reports[report.stage, report.worker] = report
-    consumers = {consumer.durable: consumer for consumer in await broker.consumers()}
+    consumers = {service_of(consumer.durable): consumer for consumer in await broker.consumers()}
     listed: list[StageStatus] = []
     for stage in (*stages, *sorted({name for name, _ in reports} - set(stages))):
         consumer = consumers.get(stage)

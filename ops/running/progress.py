@@ -11,6 +11,7 @@ import msgspec
 from broker.api import Broker
 from broker.errors import BrokerError
 from ops.config import RunConfig
+from ops.status import service_of
 from pipeline.log import RunLog
 from pipeline.metrics import REPORT_PREFIX, WorkerReport
 from schemas.messages.training import StepAssembled, StepTrained
@@ -79,7 +80,7 @@ class Progress:
         while True:
             try:
                 for consumer in await broker.consumers():
-                    self.pending[consumer.durable] = consumer.num_pending + consumer.num_ack_pending
+                    self.pending[service_of(consumer.durable)] = consumer.num_pending + consumer.num_ack_pending
             except BrokerError:
                 self.pending.clear()  # the broker is away: the numbers would lie
             await anyio.sleep(1.0)

@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from ops.control import Standing
+from ops.status import service_of
 from pipeline.metrics import WorkerReport
 from schemas.messages.rollout import Trajectory
 from schemas.messages.sampling import DeadLetter, GroupClosed, GroupIssued
@@ -141,7 +142,8 @@ class Model:
             case StepTrained():
                 self._train(message)
             case DeadLetter():
-                self.dead[message.stage] = self.dead.get(message.stage, 0) + 1
+                stage = service_of(message.stage)
+                self.dead[stage] = self.dead.get(stage, 0) + 1
                 self.last_error = f"{message.stage} gave up: {message.error}"
             case _:
                 pass

@@ -16,6 +16,8 @@ from ops.wiring import STAGES
 
 WIDE: Final = 120
 _LONG_WAIT_S: Final = 30.0
+_SOFT: Final = "#b48ead"
+"""Neither good nor an error."""
 GROUP_COLUMNS: Final = ("group", "stream", "slots", "reward", "age", "state")
 
 
@@ -162,7 +164,7 @@ def rewards(model: Model, width: int) -> Table:
     if model.staleness:
         recent_staleness = list(model.staleness)[-10:]
         mean = sum(recent_staleness) / len(recent_staleness)
-        history = Text(sparkline([float(value) for value in model.staleness], room), style="magenta")
+        history = Text(sparkline([float(value) for value in model.staleness], room), style=_SOFT)
         table.add_row(Text("staleness", style="dim"), f"{model.staleness[-1]}", f"{mean:.1f}", history)
     return table
 
@@ -179,7 +181,7 @@ def group_counts(model: Model) -> str:
 def group_cells(line: GroupLine, now_s: float) -> list[Text]:
     """A group's line in the list."""
     style = (
-        "green" if line.state.startswith("trained") else "magenta" if line.state.startswith("dropped") else
+        "green" if line.state.startswith("trained") else _SOFT if line.state.startswith("dropped") else
         "yellow" if line.state == "running" else ""
     )  # fmt: skip
     slots = f"{line.ready}/{line.num_slots}" + (f" −{line.rejected}" if line.rejected else "")

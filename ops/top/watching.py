@@ -11,6 +11,7 @@ import msgspec
 
 from broker.api import Broker
 from broker.errors import BrokerError
+from ops.status import service_of
 from ops.top.model import Backlog, Model
 from pipeline.log import RunLog
 from pipeline.metrics import REPORT_PREFIX, WorkerReport
@@ -126,7 +127,7 @@ async def backlogs(broker: Broker, model: Model) -> dict[str, Backlog]:
     for consumer in await broker.consumers():
         waiting = consumer.num_pending + consumer.num_ack_pending
         oldest = await _oldest(broker, consumer.filters, consumer.ack_floor) if waiting else 0.0
-        found[consumer.durable] = Backlog(count=waiting, oldest_unix_s=oldest)
+        found[service_of(consumer.durable)] = Backlog(count=waiting, oldest_unix_s=oldest)
     for (stage, _), worker in model.workers.items():
         gauges = worker.report.gauges
         if stage in _FOLDS and "folded_sequence" in gauges:

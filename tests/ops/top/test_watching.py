@@ -13,11 +13,14 @@ from ops.accounts import account
 from ops.control import ask
 from ops.logtools.sources import LiveSource
 from ops.report.gather import gather
+from ops.status import service_of
 from ops.top.model import FORGET_S, GROUPS_KEPT, Model
 from ops.top.views import engines, group_cells, head, rewards, stages
 from ops.top.watching import watch
 from pipeline.metrics import WorkerReport, report_subject
 from schemas.messages.sampling import ControlAction, GroupIssued
+from stages.rewards.map_rewards import map_rewards
+from stages.weights.broadcast import broadcast_weights
 
 
 def report(stage, **fields):
@@ -92,6 +95,11 @@ async def test_a_fold_that_is_behind_has_a_lag_and_an_oldest_message(small):
                 await anyio.sleep(0.01)
         assert model.backlogs["assembly"].count > 0
         assert model.backlogs["assembly"].oldest_unix_s > 0
+
+
+def test_dead_letters_and_consumers_are_told_under_their_service():
+    assert (service_of(map_rewards.__name__), service_of(broadcast_weights.__name__)) == ("rewards", "weights")
+    assert service_of("fan_out") == "fan_out"
 
 
 def test_speed_is_the_difference_between_two_reports():
