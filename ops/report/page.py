@@ -11,10 +11,13 @@ from ops.report.charts import Series, bars, line_chart, short
 from ops.report.figures import ReportFigures, StepFigures
 from ops.report.style import STYLE
 
-_LOSSES: Final = ("loss", "policy_loss", "value_loss", "entropy", "kl", "ratio", "clip_fraction", "grad_norm")
+_LOSSES: Final = (
+    "step_loss", "entropy", "ratio", "clip_fraction", "kl", "grad_norm", "critic_loss", "critic_grad_norm", "lr",
+)  # fmt: skip
 """Statistics of an update that get a chart first, in this order."""
 _CHARTS_OF_STATS: Final = 10
 _RECENT: Final = 10
+_SKIPPED_SHOWN: Final = 20
 
 
 def page(figures: ReportFigures) -> str:
@@ -130,7 +133,9 @@ def _update(figures: ReportFigures) -> Iterable[str]:
         yield _card(f"Further statistics of step {steps[-1].step}", _table(("statistic", "value"), rows))
     skipped = [(str(step.step), step.skipped) for step in steps if step.skipped]
     if skipped:
-        yield _card("Steps without an update", _table(("step", "reason"), skipped))
+        count = len(skipped)
+        remark = f"the last {_SKIPPED_SHOWN} of {count}" if count > _SKIPPED_SHOWN else ""
+        yield _card("Steps without an update", _table(("step", "reason"), skipped[-_SKIPPED_SHOWN:]), remark=remark)
 
 
 def _speed(figures: ReportFigures) -> Iterable[str]:

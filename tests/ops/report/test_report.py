@@ -69,6 +69,21 @@ async def test_every_fault_is_named_with_where_to_look(figures):
         assert reason in text
 
 
+async def test_losses_and_mismatch_have_charts_and_the_rest_a_table(figures):
+    steps = [
+        msgspec.structs.replace(
+            step, stats={"step_loss": 0.5, "mismatch/kl": 1e-4, **{f"further_{n:02}": n for n in range(12)}}
+        )
+        for step in figures.steps
+    ]
+    steps[3].skipped = "non-finite gradient"
+    text = page(msgspec.structs.replace(figures, steps=steps))
+    assert "<h3>step_loss</h3>" in text
+    assert "Mismatch of engine and trainer" in text
+    assert f"Further statistics of step {steps[-1].step}" in text
+    assert "non-finite gradient" in text
+
+
 async def test_texts_of_a_log_can_not_break_the_page(figures):
     hostile = "<script>alert(1)</script>"
     changed = msgspec.structs.replace(
