@@ -108,3 +108,25 @@ def test_a_place_that_can_not_be_read_is_named(tmp_path) -> None:
     bad = base64.b64encode(b'{"streams": [], "more": 1}').decode()
     with pytest.raises(ConfigError, match=r"arena\.streams_env S: .*unknown field"):
         resolve_streams([], ArenaSettings(streams_env="S"), {"S": bad})
+
+
+@pytest.mark.parametrize(("changes", "key"), [
+    ({"runner": "function"}, "agent"),
+    ({"runner": "function", "agent": "no-path"}, "agent"),
+    ({"runner": "verifiers", "agent": "wordle", "rows": "many"}, "rows"),
+    ({"runner": "verifiers", "agent": "wordle", "rows": "0"}, "rows"),
+    ({"runner": "function", "agent": "m:f", "agent_processes": 0}, "agent_processes"),
+    ({"runner": "function", "agent": "m:f", "agent_timeout_s": 0.0}, "agent_timeout_s"),
+    ({"rows": "tasks.jsonl"}, "rows"),
+])  # fmt: skip
+def test_an_agents_settings_are_checked_by_path(changes, key) -> None:
+    stream = msgspec.convert({"name": "s", "stream_id": "s", **changes}, StreamConfig)
+    with pytest.raises(ConfigError, match=rf"^streams\[0\]\.{key}"):
+        check_streams([stream])
+
+
+def test_agents_of_both_kinds_are_taken() -> None:
+    check_streams([
+        StreamConfig(name="f", stream_id="f", runner=StreamRunner.FUNCTION, agent="m.n:f", rows="tasks.jsonl"),
+        StreamConfig(name="v", stream_id="v", runner=StreamRunner.VERIFIERS, agent="wordle", rows="500"),
+    ])  # fmt: skip
