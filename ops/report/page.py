@@ -12,7 +12,7 @@ from ops.report.figures import ReportFigures, StepFigures
 from ops.report.style import STYLE
 
 _LOSSES: Final = (
-    "step_loss", "entropy", "ratio", "clip_fraction", "kl", "grad_norm", "critic_loss", "critic_grad_norm", "lr",
+    "step_loss", "entropy", "ratio", "clip_fraction", "approx_kl", "grad_norm", "critic_loss", "critic_grad_norm", "lr",
 )  # fmt: skip
 """Statistics of an update that get a chart first, in this order."""
 _CHARTS_OF_STATS: Final = 10

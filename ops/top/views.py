@@ -47,7 +47,9 @@ def head(model: Model, width: int) -> Text:
         text.append(f"{sum(model.dead.values())} dead letters: {model.last_error}", "red")
     else:
         text.append(f"log {model.log_messages:,} messages, {size(model.log_bytes)}", "dim")
-        keys = [name for name in ("step_loss", "entropy", "kl", "grad_norm", "mismatch/kl") if name in model.stats]
+        keys = [
+            name for name in ("step_loss", "entropy", "approx_kl", "grad_norm", "mismatch/kl") if name in model.stats
+        ]
         text.append("".join(f"   {name} {model.stats[name]:.3g}" for name in keys), "dim")
     lines = text.split("\n")
     for line in lines:
