@@ -76,7 +76,7 @@ async def _run() -> BenchResult:
             limits = RunLimits(log_max_bytes=8 * 2**30)
             async with connect(server.url, RUN, server.connect_settings(), create=True, limits=limits) as broker:
                 for size in SIZES:
-                    await _fill(broker, size)
+                    await fill(broker, size)
                     for kind, ours, bare in _contests(broker, server, size):
                         name = f"{kind}_{size}_per_s"
                         metrics[name], reference[name], ratio[name] = await _contest(ours, bare, SIZES[size][1])
@@ -97,13 +97,13 @@ def _contests(broker: Broker, server: EmbeddedServer, size: str) -> list[tuple[s
     pattern = BLOBS[size].filter(RUN)
 
     async def sink(round_name: str) -> float:
-        return await _time(broker, _sink(size, f"sink-{round_name}"), count)
+        return await time_stage(broker, _sink(size, f"sink-{round_name}"), count)
 
     async def bare(round_name: str) -> float:
         return await bare_sink(server.url, token, stream, pattern, f"bare-sink-{size}-{round_name}", count)
 
     async def through(round_name: str) -> float:
-        return await _time(broker, _pass(size, f"pass-{round_name}"), count)
+        return await time_stage(broker, pass_through(size, f"pass-{round_name}"), count)
 
     async def bare_through(round_name: str) -> float:
         return await bare_pass_through(
@@ -133,7 +133,8 @@ async def _contest(ours: Timed, bare: Timed, count: int) -> tuple[float, float, 
     )
 
 
-async def _fill(broker: Broker, size: str) -> None:
+async def fill(broker: Broker, size: str) -> None:
+    """Put a size's messages on the log."""
     size_bytes, count = SIZES[size]
     topic, body = BLOBS[size], memoryview(np.random.default_rng(0).bytes(size_bytes))
     limiter = anyio.CapacityLimiter(256)
@@ -156,17 +157,21 @@ def _sink(size: str, name: str) -> BoundStage[Blob]:
     return msgspec.structs.replace(bind(sink), name=f"{name}-{size}")
 
 
-def _pass(size: str, name: str) -> BoundStage[Blob]:
+def pass_through(size: str, name: str) -> BoundStage[Blob]:
+    """A stage that publishes one message for each, under a name of its own."""
+
     @stage(consumes=BLOBS[size], produces=(PASSED,), concurrency=256)
-    async def pass_through(blob: Blob) -> list[msgspec.Struct]:
+    async def pass_on(blob: Blob) -> list[msgspec.Struct]:
         return [Passed(by=name, size=blob.size, ordinal=blob.ordinal, body=blob.body)]
 
-    return msgspec.structs.replace(bind(pass_through), name=f"{name}-{size}")
+    return msgspec.structs.replace(bind(pass_on), name=f"{name}-{size}")
 
 
-async def _time(broker: Broker, bound: BoundStage[Blob], count: int) -> float:
+async def time_stage(broker: Broker, bound: BoundStage[Blob], count: int) -> float:
+    """Seconds in which a stage takes `count` messages."""
     metrics = Metrics(RUN, bound.name)
     runner = StageRunner(bound, broker, metrics, _SETTINGS)
+    seconds = 0.0
     async with anyio.create_task_group() as tasks:
         started = time.perf_counter()
         tasks.start_soon(runner.run)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ops.bench.result import BenchResult
 
-BenchName = Literal["stage", "assembly", "record", "gateway", "launch", "train"]
+BenchName = Literal["stage", "assembly", "record", "gateway", "launch", "train", "tap"]
 
 
 class _Bench(Protocol):

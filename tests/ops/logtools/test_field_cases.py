@@ -7,6 +7,7 @@ from broker.api import Record
 from broker.recording import Recording, RecordingWriter, new_header
 from ops.logtools.patterns import parse_pattern
 from ops.logtools.sources import tell
+from ops.logtools.stage_diffs import diff_stage
 from schemas.errors import InvalidIdError, NonFiniteError
 from schemas.ids import decode_token, encode_token
 from schemas.messages.rollout import EpisodeClass, Trajectory
@@ -66,3 +67,11 @@ def test_a_star_inside_a_token_is_refused(pattern):
 def test_ids_become_one_token_and_come_back(identity):
     assert "." not in encode_token(identity)
     assert decode_token(encode_token(identity)) == identity
+
+
+async def test_relax_171_the_same_log_gives_equal_ids_masks_rewards_and_weights_without_a_server(recording):
+    """redai-studio/Relax#171; swapped arrivals and a cut log are in test_stage_diffs.py."""
+    for stage in ("reward", "assembly", "training"):
+        report = await diff_stage(recording, stage)
+        assert report.compared > 0
+        assert report.changed == []
