@@ -16,6 +16,7 @@ from cyclopts import Parameter
 from ops.cli.failing import EXIT_INTERRUPTED, plain_errors
 from ops.cli.output import console, progress_bar, until_stopped, write_json
 from ops.connection import open_run
+from ops.logtools.closing import CloseFigures, close_stream
 from ops.logtools.prompts import Prompt, RowError, check_row, read_rows
 from ops.logtools.publish import PublishFigures, Publishing, PublishSettings
 from schemas.errors import ConfigError
@@ -100,6 +101,47 @@ def prompts(
             + (", interrupted: the same command goes on" if stopped else "")
         )
     return EXIT_INTERRUPTED if stopped else 0
+
+
+@app.command
+def close(
+    stream: str, /, *, run: str | None = None, weight: float = 1.0, url: str | None = None, json: bool = False
+) -> int:
+    """Close a stream: what any client published into it so far, in the order of the log, is what sampling draws from.
+
+    Examples:
+        headrace publish close math
+        headrace publish close math --run runs/mine --weight 2
+
+    Parameters
+    ----------
+    stream
+        The stream.
+    run
+        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+    weight
+        Its sampling weight.
+    url
+        Broker of a run whose folder is elsewhere.
+    json
+        One JSON object.
+    """
+
+    async def work() -> CloseFigures:
+        async with open_run(run, url=url, name="publish") as broker:
+            return await close_stream(broker, stream, weight=weight)
+
+    with plain_errors():
+        if weight <= 0:
+            raise ConfigError(f"expected --weight > 0, found {weight}")
+        figures = anyio.run(work)
+    if json:
+        write_json(figures)
+    else:
+        left = f", {figures.undecodable:,} messages that are no prompts left out" if figures.undecodable else ""
+        again = " (it was already)" if figures.stood_already else ""
+        console().print(f"stream {stream} is closed with {figures.rows:,} rows{left}{again}")
+    return 0
 
 
 def _checked(source: str) -> Iterator[Prompt]:

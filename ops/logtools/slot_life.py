@@ -81,7 +81,7 @@ def session_events(facts: GroupFacts, session: str, before: float | None) -> lis
     if closed is not None:
         message = closed.message
         recorded = len(calls)
-        detail = f"{message.num_interactions} calls"
+        detail = "1 call" if message.num_interactions == 1 else f"{message.num_interactions} calls"
         if recorded != message.num_interactions:
             detail += f", {recorded} of them on the log"
         detail += ", context overflow" if message.context_overflow else ""

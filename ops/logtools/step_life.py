@@ -61,7 +61,7 @@ def _assembled_event(assembled: At[StepAssembled], before: At[StepAssembled] | N
     message = assembled.message
     detail = (
         f"{len(message.groups)} groups, {message.num_rows} rows, {message.num_tokens} tokens, "
-        f"{message.num_mini_batches} mini-batches, mean reward {message.mean_reward:g}, "
+        f"{message.num_mini_batches} mini-batch{'' if message.num_mini_batches == 1 else 'es'}, mean reward {message.mean_reward:g}, "
         f"{len(message.dropped)} groups dropped on the way"
     )
     return event(assembled, "assembled", detail, "", before.time_s if before else None, "enough usable groups")
@@ -79,8 +79,6 @@ def _assembled_facts(message: StepAssembled) -> dict[str, Plain]:
 
 def _trained_event(trained: At[StepTrained], assembled: At[StepAssembled] | None) -> Event:
     done = trained.message
-    detail = (
-        f"generation {done.generation}, {duration(done.seconds)} on {done.world_size} rank(s), weights {done.digest}"
-    )
+    detail = f"generation {done.generation}, {duration(done.seconds)} on {done.world_size} rank{'' if done.world_size == 1 else 's'}, weights {done.digest}"
     detail += f", no update: {done.skipped}" if done.skipped else ""
     return event(trained, "trained", detail, "", assembled.time_s if assembled else None, "the trainer")

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from broker.memory import MemoryBroker, MemoryServer
+from ops.logtools.closing import CloseError, close_stream
 from ops.logtools.prompts import PlacedRow, RowError, check_row, read_rows
 from ops.logtools.publish import PromptConflictError, Publishing, PublishSettings
 from pipeline.log import RunLog
@@ -149,3 +150,34 @@ async def test_a_rate_is_kept():
     started = anyio.current_time()
     await publishing(broker, per_second=100.0).run(prompts)
     assert anyio.current_time() - started >= 0.09
+
+
+async def test_a_stream_that_any_client_published_into_is_closed_with_its_rows_in_the_order_of_the_log(tmp_path):
+    broker = MemoryBroker(MemoryServer(), "r")
+    await publishing(broker).run(checked(jsonl(tmp_path / "a.jsonl", ROWS[10:])))
+    await broker.publish("hr.r.prompt.published.math.foreign", b"\xc1")
+    await publishing(broker).run(checked(jsonl(tmp_path / "b.jsonl", ROWS)))
+    figures = await close_stream(broker, "math", weight=2.0)
+    assert (figures.rows, figures.undecodable, figures.stood_already) == (30, 1, False)
+    listed = await RunLog(broker).find(STREAM_LISTED, "math")
+    assert (listed.num_rows, listed.weight) == (30, 2.0)
+    rows = msgspec.msgpack.decode(await broker.payloads.get(listed.rows), type=list[StreamRow])
+    order = [message.data_id for message in await published_prompts(broker)]
+    assert [row.data_id for row in rows] == order
+    assert json.loads(bytes(await broker.payloads.get(rows[0].payload))) == f"question {order[0].removeprefix('q')}"
+    assert (await close_stream(broker, "math", weight=2.0)).stood_already
+
+
+async def published_prompts(broker):
+    async with broker.read(["hr.r.prompt.>"], follow=False) as records:
+        return [PROMPT_PUBLISHED.decode(record.data) async for record in records if record.data != b"\xc1"]
+
+
+async def test_a_stream_without_prompts_or_closed_otherwise_is_not_closed(tmp_path):
+    broker = MemoryBroker(MemoryServer(), "r")
+    with pytest.raises(CloseError, match="found none"):
+        await close_stream(broker, "math", weight=1.0)
+    await publishing(broker).run(checked(jsonl(tmp_path / "a.jsonl", ROWS)))
+    await close_stream(broker, "math", weight=1.0)
+    with pytest.raises(CloseError, match="listed already"):
+        await close_stream(broker, "math", weight=3.0)
