@@ -25,6 +25,7 @@ from broker.api import Broker
 from broker.connect import connect
 from broker.embedded import EmbeddedServer
 from broker.recording import Recording
+from broker.topology import RunLimits
 from ops.bench.result import BenchResult, machine
 from ops.logtools.inspecting import conversations
 from ops.logtools.names import Kind, Subject
@@ -44,6 +45,7 @@ _GROUPS_OPEN: Final = 64
 _EPISODES_INSPECTED: Final = 20
 _BLOBS: Final = 256
 _ROUND: Final = 125_000
+_LOG_BYTES: Final = 16 * 2**30
 
 
 def run(num_messages: int = 1_000_000) -> BenchResult:
@@ -96,7 +98,8 @@ async def _log(folder: Path) -> AsyncGenerator[Broker]:
     server = EmbeddedServer(folder)
     await server.start()
     try:
-        async with connect(server.url, _RUN, server.connect_settings(), create=True) as broker:
+        limits = RunLimits(log_max_bytes=_LOG_BYTES)
+        async with connect(server.url, _RUN, server.connect_settings(), create=True, limits=limits) as broker:
             yield broker
     finally:
         with anyio.CancelScope(shield=True):

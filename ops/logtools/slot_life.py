@@ -162,8 +162,9 @@ def dead_events(facts: GroupFacts, slot: int | None) -> list[Event]:
     for letter in facts.letters_of(slot):
         message = letter.message
         topic = ".".join(message.subject.split(".")[2:4])
+        reason = "given up" if message.reason == "attempts" else message.reason
         attempts = f"{message.attempts} attempt{'s' * (message.attempts != 1)}"
-        detail = f"{topic} of sequence {message.sequence}: {message.reason} after {attempts}: {message.error}"
+        detail = f"{topic} of sequence {message.sequence}: {reason} after {attempts}: {message.error}"
         events.append(event(letter, "dead letter", detail, message.stage, None, ""))
         own = (message.stage, message.sequence)
         for retry in facts.retries:
