@@ -169,9 +169,9 @@ class SupervisedProcess:
                     sink.flush()
 
             tasks.start_soon(forward)
-            code = await process.wait()
+            await process.wait()
             tasks.cancel_scope.cancel()
-        return code
+        return await process.wait()
 
     async def _wait_ready(self, process: anyio.abc.Process, stdout: anyio.abc.ByteReceiveStream) -> None:
         line = b""
