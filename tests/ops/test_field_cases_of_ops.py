@@ -54,7 +54,7 @@ async def test_prime_rl_3015_ten_dead_groups_in_a_row_stop_the_run_with_the_most
         await publish_dead_group(context, ordinal)
     with anyio.fail_after(20), pytest.raises(ExceptionGroup) as raised:
         await run_service("assembly", context)
-    assert raised.group_contains(StalledError, match="10")
+    assert raised.group_contains(StalledError, match="too_few_usable: 10")
 
 
 async def test_prime_rl_3015_an_exception_in_a_background_task_ends_the_process_and_is_reported(tmp_path: Path) -> None:
