@@ -40,6 +40,8 @@ class HeldLease:
         self._revision = 0
         self._renewed = 0.0
         self._lost = ""
+        # One renewal at a time: two of our own with the same revision would look like somebody else's.
+        self._renewing: Final = anyio.Lock()
         self.generation = 0
 
     async def acquire(self) -> None:
@@ -67,6 +69,10 @@ class HeldLease:
         Raises:
             LeaseLostError: it is no longer ours.
         """
+        async with self._renewing:
+            await self._renew()
+
+    async def _renew(self) -> None:
         if self._lost:
             raise LeaseLostError(self._lost)
         try:
