@@ -185,6 +185,9 @@ class Link:
             NotConnectedError: the connection is away or broke meanwhile.
         """
         try:
+            # The client's own periodic PING has no place in its queue of answers: its PONG may pass for that of one flush,
+            # never for those of two.
+            await self.client.flush()
             await self.client.flush()
         except nats.errors.Error as error:
             raise NotConnectedError(f"the server did not answer: {error}") from error
