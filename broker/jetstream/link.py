@@ -185,8 +185,8 @@ class Link:
             NotConnectedError: the connection is away or broke meanwhile.
         """
         try:
-            # The client's own periodic PING has no place in its queue of answers: its PONG may pass for that of one flush,
-            # never for those of two.
+            # The client writes its PING ahead of what still waits in its own buffer: the first answer comes when that buffer
+            # was written, the second when the server has read it.
             await self.client.flush()
             await self.client.flush()
         except nats.errors.Error as error:
