@@ -1,0 +1,1 @@
+"""Inference servers as processes of their own: command lines, the CPU environment. Imports neither vLLM nor SGLang."""

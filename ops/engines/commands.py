@@ -1,0 +1,121 @@
+"""The command line and the environment of an inference server. Pure: starts nothing, reads nothing.
+
+One place knows the flags; what they are for stands beside them. Tested with vLLM 0.32.0 and SGLang 0.5.23 (docs/engines.md).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from schemas.config import EngineKind
+from schemas.errors import ConfigError
+
+SERVER_KINDS: Final = (EngineKind.VLLM, EngineKind.SGLANG)
+_MIB: Final = 1024**2
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a server is started."""
+
+    model: str
+    """HF folder that is served at first."""
+    port: int
+    host: str = "127.0.0.1"
+    """Where it listens; it has no login of its own unless `api_key` is given."""
+    served_model_name: str = "policy"
+    python: str = "python3"
+    """Interpreter of the server's environment."""
+    launcher: tuple[str, ...] = ()
+    """Replaces `PYTHON -m MODULE`, e.g. ("vllm", "serve") or a container's command."""
+    device: str = "cpu"
+    """cpu | cuda."""
+    gpu_ids: tuple[str, ...] = ()
+    """Devices it may see (CUDA_VISIBLE_DEVICES); one of them per tensor-parallel rank."""
+    dtype: str = "float32"
+    max_context: int = 2048
+    """Prompt and completion tokens of one request."""
+    max_running_requests: int = 32
+    kv_cache_bytes: int = 256 * _MIB
+    """vLLM on CPU: size of the KV cache."""
+    kv_cache_tokens: int = 16384
+    """SGLang on CPU: tokens that the KV cache holds."""
+    threads: int = 1
+    """CPU threads (OMP_NUM_THREADS)."""
+    stubs: str = ""
+    """Folder of stub packages for SGLang without its GPU kernels, put on PYTHONPATH."""
+    api_key: str = ""
+    """Key that calls must bring; goes into the environment or the command line of the server alone."""
+    extra_args: tuple[str, ...] = ()
+    """More arguments, at the end: later ones win."""
+    extra_env: dict[str, str] = {}
+
+
+def server_command(kind: EngineKind, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
+    """The arguments that start a server, and the environment variables to be set beside one's own.
+
+    Raises:
+        ConfigError: No server of this kind, or settings that contradict each other.
+    """
+    if settings.device not in ("cpu", "cuda"):
+        raise ConfigError(f"device {settings.device!r}: expected cpu or cuda")
+    if settings.device == "cpu" and settings.gpu_ids:
+        raise ConfigError(f"gpu_ids {', '.join(settings.gpu_ids)}: expected none with device cpu")
+    match kind:
+        case EngineKind.VLLM:
+            argv, env = _vllm(settings)
+        case EngineKind.SGLANG:
+            argv, env = _sglang(settings)
+        case _:
+            raise ConfigError(f"engine kind {kind}: expected one of {', '.join(SERVER_KINDS)}")
+    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(settings.threads), **env}
+    if settings.gpu_ids:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpu_ids)
+    return [*argv, *settings.extra_args], {**env, **settings.extra_env}
+
+
+def _vllm(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
+    argv = [
+        *(settings.launcher or (settings.python, "-m", "vllm.entrypoints.openai.api_server")),
+        *("--model", settings.model, "--served-model-name", settings.served_model_name),
+        *("--host", settings.host, "--port", str(settings.port)),
+        *("--dtype", settings.dtype, "--max-model-len", str(settings.max_context)),
+        *("--max-num-seqs", str(settings.max_running_requests)),
+        # log-probs at the request's temperature, not the raw ones
+        *("--logprobs-mode", "processed_logprobs"),
+        # opens the endpoints that take and give token ids
+        "--enable-scale-out",
+    ]
+    if settings.device == "cpu":
+        argv += ["--kv-cache-memory-bytes", str(settings.kv_cache_bytes), "--enforce-eager"]
+    if len(settings.gpu_ids) > 1:
+        argv += ["--tensor-parallel-size", str(len(settings.gpu_ids))]
+    # the development mode opens pause, reload and abort
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if settings.api_key:
+        env["VLLM_API_KEY"] = settings.api_key
+    return argv, env
+
+
+def _sglang(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
+    argv = [
+        *(settings.launcher or (settings.python, "-m", "sglang.launch_server")),
+        *("--model-path", settings.model, "--served-model-name", settings.served_model_name),
+        *("--host", settings.host, "--port", str(settings.port)),
+        *("--dtype", settings.dtype, "--context-length", str(settings.max_context)),
+        *("--max-running-requests", str(settings.max_running_requests)),
+    ]
+    env: dict[str, str] = {}
+    if settings.device == "cpu":
+        argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        argv += ["--max-total-tokens", str(settings.kv_cache_tokens)]
+        argv += ["--disable-overlap-schedule", "--disable-cuda-graph"]
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+    if len(settings.gpu_ids) > 1:
+        argv += ["--tp-size", str(len(settings.gpu_ids))]
+    if settings.stubs:
+        env["PYTHONPATH"] = settings.stubs
+    if settings.api_key:
+        argv += ["--api-key", settings.api_key]
+    return argv, env

@@ -1,0 +1,69 @@
+"""Command lines of servers, as data."""
+
+import pytest
+
+from ops.engines.commands import ServerSettings, server_command
+from schemas.config import EngineKind
+from schemas.errors import ConfigError
+
+
+def value_after(argv: list[str], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+def test_vllm_answers_with_ids_and_log_probs_at_the_requests_temperature():
+    argv, env = server_command(EngineKind.VLLM, ServerSettings(model="/m", port=7001, max_context=256, python="py"))
+    assert argv[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
+    assert value_after(argv, "--logprobs-mode") == "processed_logprobs"
+    assert "--enable-scale-out" in argv
+    assert value_after(argv, "--max-model-len") == "256"
+    assert (value_after(argv, "--host"), value_after(argv, "--port")) == ("127.0.0.1", "7001")
+    assert env["VLLM_SERVER_DEV_MODE"] == env["HF_HUB_OFFLINE"] == env["OMP_NUM_THREADS"] == "1"
+
+
+def test_sglang_without_gpu_kernels_finds_its_stubs_first():
+    argv, env = server_command(EngineKind.SGLANG, ServerSettings(model="/m", port=7001, stubs="/s"))
+    assert value_after(argv, "--device") == "cpu"
+    assert (env["PYTHONPATH"], env["SGLANG_USE_CPU_ENGINE"]) == ("/s", "1")
+
+
+@pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
+def test_a_gpu_server_sees_its_own_devices_and_no_cpu_flags(kind):
+    settings = ServerSettings(model="/m", port=7001, device="cuda", gpu_ids=("2", "3"), dtype="bfloat16")
+    argv, env = server_command(kind, settings)
+    assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert value_after(argv, "--tensor-parallel-size" if kind is EngineKind.VLLM else "--tp-size") == "2"
+    assert not {"--enforce-eager", "--device", "--kv-cache-memory-bytes", "--max-total-tokens"} & set(argv)
+    assert "SGLANG_USE_CPU_ENGINE" not in env
+
+
+def test_a_launcher_and_more_arguments_take_their_places():
+    settings = ServerSettings(
+        model="/m",
+        port=7001,
+        launcher=("vllm", "serve"),
+        extra_args=("--seed", "3"),
+        extra_env={"OMP_NUM_THREADS": "4"},
+    )
+    argv, env = server_command(EngineKind.VLLM, settings)
+    assert (argv[:3], argv[-2:]) == (["vllm", "serve", "--model"], ["--seed", "3"])
+    assert env["OMP_NUM_THREADS"] == "4"
+
+
+def test_vllms_key_stays_out_of_its_command_line():
+    argv, env = server_command(EngineKind.VLLM, ServerSettings(model="/m", port=7001, api_key="k-123"))
+    assert env["VLLM_API_KEY"] == "k-123"
+    assert "k-123" not in " ".join(argv)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (EngineKind.BUILTIN, ServerSettings(model="/m", port=1), "vllm, sglang"),
+        (EngineKind.VLLM, ServerSettings(model="/m", port=1, device="tpu"), "cpu or cuda"),
+        (EngineKind.VLLM, ServerSettings(model="/m", port=1, gpu_ids=("0",)), "device cpu"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(kind, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        server_command(kind, settings)
