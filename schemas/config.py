@@ -30,6 +30,14 @@ class RunSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Passes over the mixture after which it ends; None = no limit of its own."""
     min_free_disk_bytes: int = 64 * 1024**2
     """A run neither starts nor goes on with less than this free in its folder."""
+    stage_processes: str = "together"
+    """`together`: the light stages share one process; `apart`: each has a process of its own."""
+    max_restarts: int = 5
+    """A process that died more often than this within a minute is given up, and the run ends with its last lines."""
+    post_exit: str = ""
+    """Shell command that runs when all processes of the run are gone, however it ended; LOG_DIR names the folder of its
+    logs. It has 600 s; its failure is logged and changes nothing. Short: `--post-exit`.
+    """
     from_run: str = ""
     """Train from the trajectories of this run (its folder, or its id on the same broker) instead of sampling; the first
     run is only read. Short: `--from-run`.
@@ -114,15 +122,48 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """[engine]: the inference engine."""
 
     kind: EngineKind = EngineKind.BUILTIN
+    count: int | None = None
+    """Servers that the run starts itself (vllm, sglang); left out: 1, or 0 where `urls` names some that run already."""
     urls: list[str] = []
     """Servers that run already (vllm, sglang)."""
     swap: str = "recompute"
     """in_place | recompute | abort | drain: what a weight swap does to running requests."""
     max_running_requests: int = 64
+    """Per engine."""
     threads: int = 1
-    """CPU threads of the built-in engine."""
+    """CPU threads of the built-in engine, or of each server."""
     script: str = ""
     """Scripted engine: import path `package.module:function` of prompt ids → completion ids."""
+    python: str = ""
+    """Interpreter of the servers' environment; empty = the one below $HEADRACE_CACHE/engines that docs/engines.md makes."""
+    command: list[str] = []
+    """Starts a server instead of `PYTHON -m MODULE`, e.g. ["vllm", "serve"] or a container's command; the arguments follow."""
+    args: list[str] = []
+    """More arguments of each server, at the end: later ones win."""
+    env: dict[str, str] = {}
+    """More environment variables of each server."""
+    device: str = "cpu"
+    """cpu | cuda: where the servers compute."""
+    gpus: list[str] = []
+    """Ids that the servers share out among them (CUDA_VISIBLE_DEVICES), with device cuda."""
+    gpus_per_engine: int = 1
+    """Tensor-parallel ranks of one server."""
+    dtype: str = ""
+    """Of the served weights; empty = float32 on cpu, bfloat16 on cuda."""
+    kv_cache_bytes: int = 256 * 1024**2
+    """vLLM on cpu."""
+    kv_cache_tokens: int = 16384
+    """SGLang on cpu."""
+    ports: list[int] = []
+    """One for each server that is started; empty = any free one, another at each start."""
+    start_timeout_s: float = 600.0
+    """From a server's start to its first healthy answer; large models take minutes."""
+    max_failed_starts: int = 3
+    """Starts in a row that may fail before an engine is given up."""
+    api_key_env: str = ""
+    """Environment variable with the key that the servers want; empty = they want none."""
+    wait_deadline_s: float = 120.0
+    """How long a call waits for an engine that has room and confirmed the version it needs."""
 
 
 class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
