@@ -38,7 +38,8 @@ from stages.assembly.partition import MicroBatchPacking, OverlongRows, RankBalan
 from stages.assembly.settings import AssemblySettings, check_settings
 from stages.assembly.stall import StallSettings
 from stages.sampling.evaluation import EvaluationStream
-from stages.sampling.fold import SamplingSettings
+from stages.sampling.open_streams import OpenStreamSettings
+from stages.sampling.settings import SamplingSettings
 
 # Fields of AssemblySettings that other sections decide.
 _DERIVED: Final = frozenset({"run", "groups_per_step", "slots_per_group", "max_staleness", "temperature"})
@@ -155,10 +156,26 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError("streams: found evaluation streams only, expected one without evaluate_every_versions")
     estimator = assembly_settings(config).estimator.name
     check_training(config.training, estimator=estimator, steps=config.run.steps)
+    _check_open_streams(config)
 
 
 def run_streams(config: RunConfig) -> dict[str, StreamConfig]:
     """The run's streams by name, from wherever the config says they are.
+def _check_open_streams(config: RunConfig) -> None:
+    streams = [stream for stream in run_streams(config).values() if not stream.evaluate_every_versions]
+    if not any(stream.open for stream in streams):
+        return
+    if config.run.epochs is not None:
+        raise ConfigError("run.epochs: an open stream has no epochs; expected run.steps, or neither")
+    listed = [stream.name for stream in streams if not stream.open]
+    if not listed and config.sampling.epoch_size_groups:
+        raise ConfigError("sampling.epoch_size_groups: found open streams only, which have no epochs; expected 0")
+    if listed and config.run.rollout_only and config.run.steps is None:
+        raise ConfigError(
+            f"run.rollout_only: streams {', '.join(listed)} go round without end beside an open stream; expected run.steps"
+        )
+
+
 
     Raises:
         ConfigError: none, several places, or one that can't be used.
@@ -210,7 +227,14 @@ def sampling_settings(config: RunConfig) -> SamplingSettings:
     """What the sampling fold depends on."""
     sampling, streams = config.sampling, run_streams(config)
     return SamplingSettings(
-        streams=tuple(name for name, stream in streams.items() if not stream.evaluate_every_versions),
+        streams=tuple(
+            name for name, stream in streams.items() if not stream.evaluate_every_versions and not stream.open
+        ),
+        open_streams=tuple(
+            OpenStreamSettings(name=name, weight=stream.sampling_weight, when_empty=stream.when_empty)
+            for name, stream in streams.items()
+            if stream.open
+        ),
         groups_per_step=sampling.groups_per_step,
         slots_per_group=sampling.slots_per_group,
         max_staleness=sampling.max_staleness,

@@ -52,6 +52,15 @@ class StreamRunner(StrEnum):
     """A verifiers environment."""
 
 
+class WhenEmpty(StrEnum):
+    """What happens when an open stream's turn comes and nobody has published a row."""
+
+    PASS = "pass"
+    """The turn passes to the other streams and is not owed later; passed turns are counted."""
+    WAIT = "wait"
+    """The other streams wait: the weights hold exactly."""
+
+
 class RewardRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One version of a reward."""
 
@@ -87,6 +96,10 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
     harness: str = ""
     """"key@version"; empty takes the stream's own default."""
+    open: bool = False
+    """Its rows are drawn as they are published, once each, instead of from a list that is read or closed before."""
+    when_empty: WhenEmpty = WhenEmpty.PASS
+    """Open streams: `pass`, or `wait` for prompts when its turn comes."""
     llm_protocol: LlmProtocol | None = None
     """None: by the harness key ("claude": anthropic, "codex": responses, else chat completions)."""
     task_envs: dict[str, str] = {}
@@ -247,6 +260,11 @@ def _check_runner(path: str, stream: StreamConfig) -> None:
         raise ConfigError(f"{path}.agent_timeout_s: found {stream.agent_timeout_s}, expected a finite number > 0")
 
 
+    if stream.open and (stream.runner is not StreamRunner.FUNCTION or stream.rows or stream.evaluate_every_versions):
+        raise ConfigError(
+            f"{path}.open: expected runner 'function', no rows and no evaluate_every_versions: an open stream's rows are "
+            "published while the run goes on"
+        )
 class _StreamList(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     streams: list[StreamConfig]
 

@@ -22,21 +22,26 @@ async def until_rolled_out(broker: Broker, config: RunConfig, done: anyio.Event)
     """Set the event once every group that the run will issue is closed, its evaluations' included."""
     settings = sampling_settings(config)
     evaluated = {stream.name for stream in settings.evaluations}
+    open_streams = {stream.name for stream in settings.open_streams}
     listed: dict[str, int] = {}
     closed: set[str] = set()
     evaluations: set[str] = set()
-    async with RunLog(broker).read([STREAM_LISTED, GROUP_CLOSED]) as entries:
+    async with RunLog(broker).read([STREAM_LISTED, GROUP_CLOSED, RUN_FINISHED]) as entries:
         async for entry in entries:
             message = entry.message
             if isinstance(message, StreamListed) and message.stream in {*settings.streams, *evaluated}:
                 listed.setdefault(message.stream, message.num_rows)
             elif isinstance(message, GroupClosed):
                 (evaluations if message.evaluation else closed).add(message.group)
+            elif isinstance(message, RunFinished) and message.reason == "streams":
+                done.set()  # every row of streams that were closed is drawn, and every group has ended
+                return
             if len(listed) < len(settings.streams) + len(evaluated):
                 continue
             union = sum(rows for stream, rows in listed.items() if stream not in evaluated)
             to_evaluate = sum(listed.values()) - union  # no version but the first
-            if len(closed) >= num_groups(config, union) and len(evaluations) >= to_evaluate:
+            most = num_groups(config, union, endless=bool(open_streams))
+            if most is not None and len(closed) >= most and len(evaluations) >= to_evaluate:
                 done.set()
                 return
 
@@ -50,13 +55,17 @@ async def until_finished(broker: Broker, ordinal: int, done: anyio.Event) -> Non
                 return
 
 
-def num_groups(config: RunConfig, union: int) -> int:
-    """Groups that a run without training issues: so many epochs, or so many steps' worth, whichever is less."""
+def num_groups(config: RunConfig, union: int, *, endless: bool = False) -> int | None:
+    """Groups that a run without training issues: so many epochs, or so many steps' worth, whichever is less.
+
+    Args:
+        endless: a stream is open: there are no epochs, and without steps no number (None).
+    """
     epoch = config.sampling.epoch_size_groups or union
     bounds = [config.run.epochs * epoch] if config.run.epochs is not None else []
     if config.run.steps is not None:
         bounds.append(config.run.steps * config.sampling.groups_per_step)
-    return min(bounds, default=epoch)
+    return min(bounds, default=None if endless else epoch)
 
 
 async def registrations_left(broker: Broker, access: ArenaAccess) -> int | None:

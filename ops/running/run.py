@@ -26,7 +26,7 @@ from broker.topology import RunLimits
 from ops import VERSION
 from ops.accounts import RunAccount, account
 from ops.arena_access import LOCAL, arena_access, uses_arena
-from ops.config import RunConfig, fold_digest, sampling_settings, staleness_bound
+from ops.config import RunConfig, fold_digest, run_streams, sampling_settings, staleness_bound
 from ops.local_arena import local_arena_config
 from ops.run_folder import Endpoints, RunFolder
 from ops.running.bridge import bridged
@@ -285,9 +285,7 @@ async def _announce_start(config: RunConfig, broker: Broker) -> int:
             config_digest=fingerprint,
             headrace_version=VERSION,
             steps=config.run.steps,
-            epochs=1
-            if config.run.rollout_only and config.run.steps is None and not config.run.epochs
-            else config.run.epochs,
+            epochs=1 if _ends_by_itself(config) else config.run.epochs,
         )
     )
     return ordinal
@@ -300,6 +298,13 @@ async def _start_all(
     environment = run_environment(config, secrets, local_arena=local)
     if local:
         await _start_arena(config, folder, endpoints, supervisor, environment)
+def _ends_by_itself(config: RunConfig) -> bool:
+    """Whether the run rolls out each row once: nothing is trained, and neither steps, epochs nor an open stream say otherwise."""
+    if not config.run.rollout_only or config.run.steps is not None or config.run.epochs:
+        return False
+    return not any(stream.open for stream in run_streams(config).values())
+
+
     for spec in run_processes(config, folder, environment):
         await supervisor.start(spec)
 

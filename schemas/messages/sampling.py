@@ -26,14 +26,14 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFinished(msgspec.Struct, frozen=True, kw_only=True):
-    """Nothing more can be trained in this start of the run: its last step is trained, or its epochs are used up."""
+    """Nothing more can be trained in this start of the run: its last step is trained, or its epochs or streams are used up."""
 
     ordinal: int
     """Of the RunStarted that set this end."""
     steps: int
     """Trained steps."""
     reason: str
-    """`steps` or `epochs`."""
+    """`steps`, `epochs`, or `streams` (all are open ones that were closed, and every row is drawn)."""
 
 
 class StreamRow(msgspec.Struct, frozen=True, array_like=True):

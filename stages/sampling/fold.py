@@ -1,21 +1,21 @@
 """Sampling with its credit: a fold from what happened to the groups that are issued.
 
-    run.started ───┐
-    stream.listed ─┤
-    group.closed ──┤
-    step.assembled ┼──▶ credit ──▶ mixture ──▶ group.issued
-    step.trained ──┤
-    run.control ───┤
-    fold.tick ─────┘
+    run.started ─────┐
+    stream.listed ───┤
+    prompt.published ┤
+    group.closed ────┤
+    step.assembled ──┼──▶ credit ──▶ turns, mixture ──▶ group.issued
+    step.trained ────┤
+    run.control ─────┤
+    fold.tick ───────┘
 
 This module knows streams, rows and credit; it must not know how an episode is run, nor a clock.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
@@ -27,7 +27,7 @@ from schemas.messages.sampling import (
     Control,
     ControlAction,
     GroupClosed,
-    GroupIssued,
+    PromptPublished,
     RunFinished,
     RunStarted,
     StreamListed,
@@ -40,6 +40,7 @@ from schemas.topics import (
     FOLD_TICK,
     GROUP_CLOSED,
     GROUP_ISSUED,
+    PROMPT_PUBLISHED,
     RUN_CONTROL,
     RUN_FINISHED,
     RUN_STARTED,
@@ -48,71 +49,12 @@ from schemas.topics import (
     STREAM_LISTED,
 )
 from stages.sampling.credit import Credit, available
-from stages.sampling.evaluation import (
-    EvaluationPlan,
-    EvaluationState,
-    EvaluationStream,
-    most_at_once,
-    next_row,
-    see_version,
-)
-from stages.sampling.mixture import Mixture, MixturePosition, MixtureStream, draw, plan_mixture, start
-
-
-class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the fold depends on besides the log; fixed for a run."""
-
-    streams: tuple[str, ...]
-    """The streams that must be listed before the first group is issued."""
-    groups_per_step: int
-    slots_per_group: int
-    max_staleness: int
-    max_concurrent_groups: int
-    order: Literal["smallest_next", "quota"] = "smallest_next"
-    epoch_size_groups: int = 0
-    seed: int | None = None
-    """Shuffle seed; None keeps the source order."""
-    group_deadline_s: float | None = None
-    tick_period_s: float = 2.0
-    trains: bool = True
-    """False: nothing is trained, so a closed group waits for nothing."""
-    evaluations: tuple[EvaluationStream, ...] = ()
-    """Streams that are run every so many versions and never trained on."""
-
-
-class SamplingState(msgspec.Struct, kw_only=True):
-    """Everything that sampling knows; checkpointed."""
-
-    listed: dict[str, StreamListed] = {}
-    start: int = 0
-    """Ordinal of the run's latest start."""
-    finished: int = -1
-    """The start for which the end was said."""
-    max_steps: int | None = None
-    """The run's end, as its latest start set it."""
-    max_epochs: int | None = None
-    position: MixturePosition | None = None
-    num_issued: int = 0
-    running: dict[str, None] = {}
-    """Issued and not closed."""
-    waiting: dict[str, None] = {}
-    """Closed, usable, in no trained step."""
-    steps: dict[int, list[str]] = {}
-    """Assembled and not yet trained: step → its groups."""
-    num_assembled: int = 0
-    """Highest assembled step."""
-    num_trained: int = 0
-    """Highest trained step: the weight version that exists."""
-    num_groups_trained: int = 0
-    num_groups_dropped: int = 0
-    num_evaluation_issued: int = 0
-    """Evaluation groups among `num_issued`."""
-    evaluations: dict[str, EvaluationState] = {}
-    evaluating: dict[str, None] = {}
-    """Evaluation groups that are issued and not closed."""
-    tick: int = 0
-    paused: bool = False
-    draining: bool = False
+from stages.sampling.evaluation import EvaluationPlan, EvaluationState, most_at_once, next_row, see_version
+from stages.sampling.issuing import evaluation_group, training_group
+from stages.sampling.mixture import Mixture, MixtureStream, draw, plan_mixture, start
+from stages.sampling.open_streams import LISTED, OpenStream, Taker, add_row, next_turn, take_row, takers
+from stages.sampling.settings import SamplingSettings
+from stages.sampling.state import SamplingState
 
 
 class SamplingFold:
@@ -122,6 +64,7 @@ class SamplingFold:
     consumes: tuple[AnyTopic, ...] = (
         RUN_STARTED,
         STREAM_LISTED,
+        PROMPT_PUBLISHED,
         GROUP_CLOSED,
         STEP_ASSEMBLED,
         STEP_TRAINED,
@@ -134,6 +77,7 @@ class SamplingFold:
     def __init__(self, settings: SamplingSettings) -> None:
         self._settings: Final = settings
         self._known: Final = {*settings.streams, *(stream.name for stream in settings.evaluations)}
+        self._open: Final = frozenset(stream.name for stream in settings.open_streams)
         self._rows: Final[dict[str, list[StreamRow]]] = {}
         """Content of the listed streams, by payload id."""
         self._mixture: Mixture | None = None
@@ -142,7 +86,9 @@ class SamplingFold:
         return SamplingState()
 
     def wants(self, message: msgspec.Struct) -> PayloadRef | None:
-        return message.rows if isinstance(message, StreamListed) and message.rows.id not in self._rows else None
+        if not isinstance(message, StreamListed) or message.stream in self._open or message.rows.id in self._rows:
+            return None
+        return message.rows
 
     def wanted_by(self, state: SamplingState) -> Sequence[PayloadRef]:
         return [listed.rows for listed in state.listed.values() if listed.rows.id not in self._rows]
@@ -157,17 +103,12 @@ class SamplingFold:
                 state.start = message.ordinal
                 state.max_steps, state.max_epochs = message.steps, message.epochs
                 state.draining = False
-            case StreamListed():
-                if message.stream in self._known and message.stream not in state.listed:
-                    state.listed[message.stream] = message
+            case StreamListed() | PromptPublished():
+                self._fill(state, message)
             case GroupClosed():
                 self._close(state, message)
             case StepAssembled():
-                if message.step > state.num_assembled:
-                    state.num_assembled = message.step
-                    state.steps[message.step] = message.groups
-                    for dropped in message.dropped:
-                        state.num_groups_dropped += _remove(state.waiting, dropped.group)
+                _assemble(state, message)
             case StepTrained():
                 self._train(state, message)
             case Control():
@@ -181,16 +122,21 @@ class SamplingFold:
     def describe(self, state: SamplingState) -> tuple[str, Mapping[str, float]]:
         missing = [name for name in self._settings.streams if name not in state.listed]
         credit = self._credit(state)
+        turn = next_turn(self._takers(state))
         if state.finished >= state.start:
             waits_for = "nothing: the run is finished"
         elif missing:
             waits_for = f"the rows of stream {', '.join(missing)}"
-        elif credit.groups:
-            waits_for = "nothing"
-        else:
+        elif not credit.groups:
             waits_for = (
                 f"credit, bound by {credit.bound_by}: {len(state.running)} groups running, {len(state.waiting)} waiting"
             )
+        elif turn.waits_for:
+            waits_for = f"prompts on stream {', '.join(turn.waits_for)}"
+        elif self._settings.open_streams and turn.name is None:
+            waits_for = "nothing: every row of the closed streams is drawn"
+        else:
+            waits_for = "nothing"
         return waits_for, {
             "groups_issued": state.num_issued,
             "groups_running": len(state.running),
@@ -200,7 +146,20 @@ class SamplingFold:
             "version": state.num_trained,
             "groups_evaluating": len(state.evaluating),
             "evaluations_skipped": sum(found.num_skipped for found in state.evaluations.values()),
+            **{f"prompts_waiting.{name}": float(stream.num_waiting) for name, stream in state.open.items()},
+            **{f"turns_passed.{name}": float(stream.passed) for name, stream in state.open.items() if stream.passed},
         }
+
+    def _fill(self, state: SamplingState, message: StreamListed | PromptPublished) -> None:
+        """Take up the rows of a stream, or one that was published into an open stream; an open stream's list closes it."""
+        if message.stream in self._open:
+            stream = state.open.setdefault(message.stream, OpenStream())
+            if isinstance(message, PromptPublished):
+                add_row(stream, message)
+            else:
+                stream.closed = True
+        elif isinstance(message, StreamListed) and message.stream in self._known:
+            state.listed.setdefault(message.stream, message)
 
     def _close(self, state: SamplingState, closed: GroupClosed) -> None:
         state.evaluating.pop(closed.group, None)
@@ -243,10 +202,10 @@ class SamplingFold:
         if state.max_steps is not None:
             # A step that is assembled and not trained has its groups among the waiting ones.
             steps_left = state.max_steps - state.num_trained
-            taken = len(state.running) + len(state.waiting) if settings.trains else self._num_training(state)
+            taken = len(state.running) + len(state.waiting) if settings.trains else state.num_training_issued
             limits.append(steps_left * settings.groups_per_step - taken)
         if state.max_epochs is not None and self._mixture is not None:
-            limits.append(state.max_epochs * self._mixture.epoch_size - self._num_training(state))
+            limits.append(state.max_epochs * self._mixture.epoch_size - state.num_training_issued)
         return available(
             running=len(state.running),
             waiting=len(state.waiting),
@@ -257,8 +216,12 @@ class SamplingFold:
         )
 
     def _plan(self, state: SamplingState) -> Mixture | None:
-        """The mixture, as soon as every stream is listed."""
-        if self._mixture is None and all(name in state.listed for name in self._settings.streams):
+        """The mixture of the listed streams, as soon as all of them are."""
+        if (
+            self._mixture is None
+            and self._settings.streams
+            and all(name in state.listed for name in self._settings.streams)
+        ):
             settings = self._settings
             self._mixture = plan_mixture(
                 [
@@ -275,9 +238,6 @@ class SamplingFold:
                 seed=settings.seed,
             )
         return self._mixture
-
-    def _num_training(self, state: SamplingState) -> int:
-        return state.num_issued - state.num_evaluation_issued
 
     def _evaluate(self, state: SamplingState) -> list[Output]:
         """Evaluation groups go before others when they are due, and leave room for those that train."""
@@ -298,7 +258,7 @@ class SamplingFold:
         outputs: list[Output] = []
         for plan in plans:
             while places > 0 and (row := next_row(plan)) is not None:
-                issued = self._evaluation_group(state, plan, row)
+                issued = evaluation_group(settings, state, plan, row)
                 state.num_issued += 1
                 state.num_evaluation_issued += 1
                 state.evaluating[issued.group] = None
@@ -307,23 +267,57 @@ class SamplingFold:
         return outputs
 
     def _issue(self, state: SamplingState) -> list[Output]:
-        mixture = self._plan(state)
-        if mixture is None:
+        if self._plan(state) is None and self._settings.streams:
             return []
-        position = state.position or start(mixture)
         outputs: list[Output] = []
         for _ in range(self._credit(state).groups):
-            drawn, position = draw(mixture, position)
-            row = self._rows[state.listed[drawn.stream].rows.id][drawn.row]
-            issued = self._group(state, drawn.stream, row, drawn.epoch)
+            found = self._next_row(state)
+            if found is None:
+                break
+            output = training_group(self._settings, state, *found)
+            state.running[group_id(state.num_issued)] = None
             state.num_issued += 1
-            state.running[issued.group] = None
-            outputs.append(Output(message=issued))
-        state.position = position
+            outputs.append(output)
         return outputs
 
+    def _next_row(self, state: SamplingState) -> tuple[str, StreamRow, int] | None:
+        """Stream, row and epoch of what is drawn next; None while there is nothing that may be drawn."""
+        if not self._settings.open_streams:
+            return self._listed_row(state)
+        turn = next_turn(self._takers(state))
+        if turn.name is None:
+            return None
+        for name, number in turn.passed.items():
+            stream = state.open.setdefault(name, OpenStream())
+            stream.turns += number
+            stream.passed += number
+        if turn.name == LISTED:
+            state.listed_turns += 1
+            return self._listed_row(state)
+        stream = state.open[turn.name]
+        stream.turns += 1
+        return turn.name, take_row(stream), 0
+
+    def _listed_row(self, state: SamplingState) -> tuple[str, StreamRow, int] | None:
+        mixture = self._plan(state)
+        if mixture is None:
+            return None
+        drawn, state.position = draw(mixture, state.position or start(mixture))
+        return drawn.stream, self._rows[state.listed[drawn.stream].rows.id][drawn.row], drawn.epoch
+
+    def _takers(self, state: SamplingState) -> list[Taker]:
+        settings = self._settings
+        if not settings.open_streams:
+            return []
+        return takers(
+            settings.open_streams,
+            state.open,
+            listed_weights=[state.listed[name].weight for name in settings.streams if name in state.listed],
+            listed_turns=state.listed_turns,
+        )
+
     def _finish(self, state: SamplingState) -> list[Output]:
-        """Say the end once: the last step is trained, or what is left of the epochs can make no step any more."""
+        """Say the end once: the last step is trained, or what is left of the epochs or of the closed streams can make no step."""
         if state.finished >= state.start or state.steps or self._evaluates(state):
             return []
         reason = ""
@@ -332,15 +326,26 @@ class SamplingFold:
         elif (
             state.max_epochs is not None
             and self._mixture is not None
-            and self._num_training(state) >= state.max_epochs * self._mixture.epoch_size
+            and state.num_training_issued >= state.max_epochs * self._mixture.epoch_size
             and not state.running
             and len(state.waiting) < self._settings.groups_per_step
         ):
             reason = "epochs"
+        elif self._used_up(state) and not state.running and len(state.waiting) < self._settings.groups_per_step:
+            reason = "streams"
         if not reason:
             return []
         state.finished = state.start
         return [Output(message=RunFinished(ordinal=state.start, steps=state.num_trained, reason=reason))]
+
+    def _used_up(self, state: SamplingState) -> bool:
+        """Whether every stream is an open one that was closed, and all its rows are drawn."""
+        settings = self._settings
+        return (
+            bool(settings.open_streams)
+            and not settings.streams
+            and all(stream.name in state.open and state.open[stream.name].over for stream in settings.open_streams)
+        )
 
     def _evaluates(self, state: SamplingState) -> bool:
         """Whether an evaluation is due or under way: the run's end waits for it."""
@@ -352,44 +357,14 @@ class SamplingFold:
                 return True
         return False
 
-    def _deadline_tick(self, state: SamplingState) -> int | None:
-        settings = self._settings
-        if settings.group_deadline_s is None:
-            return None
-        return state.tick + max(1, math.ceil(settings.group_deadline_s / settings.tick_period_s))
 
-    def _evaluation_group(self, state: SamplingState, plan: EvaluationPlan, row: StreamRow) -> GroupIssued:
-        return GroupIssued(
-            group=group_id(state.num_issued),
-            ordinal=state.num_issued,
-            stream=plan.stream.name,
-            data_id=row.data_id,
-            tags=row.tags,
-            prompt=row.payload,
-            epoch=plan.state.version // plan.stream.every_versions,
-            num_slots=plan.stream.slots,
-            min_version=plan.state.version,
-            evaluation=True,
-            deadline_tick=self._deadline_tick(state),
-        )
-
-    def _group(self, state: SamplingState, stream: str, row: StreamRow, epoch: int) -> GroupIssued:
-        settings = self._settings
-        # The step that can train it at the earliest: whole steps of groups are ahead of it.
-        ahead = len(state.running) + len(state.waiting)
-        earliest_step = state.num_trained + 1 + ahead // settings.groups_per_step
-        return GroupIssued(
-            group=group_id(state.num_issued),
-            ordinal=state.num_issued,
-            stream=stream,
-            data_id=row.data_id,
-            tags=row.tags,
-            prompt=row.payload,
-            epoch=epoch,
-            num_slots=settings.slots_per_group,
-            min_version=max(0, earliest_step - 1 - settings.max_staleness) if settings.trains else 0,
-            deadline_tick=self._deadline_tick(state),
-        )
+def _assemble(state: SamplingState, assembled: StepAssembled) -> None:
+    if assembled.step <= state.num_assembled:
+        return
+    state.num_assembled = assembled.step
+    state.steps[assembled.step] = assembled.groups
+    for dropped in assembled.dropped:
+        state.num_groups_dropped += _remove(state.waiting, dropped.group)
 
 
 def _remove(groups: dict[str, None], group: str) -> int:

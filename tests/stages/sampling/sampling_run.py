@@ -7,7 +7,9 @@ import msgspec
 from schemas.messages.sampling import GroupClosed, GroupIssued, RunFinished, RunStarted, StreamListed, StreamRow
 from schemas.messages.training import DroppedGroup, StepAssembled, StepTrained
 from schemas.payload import run_ref
-from stages.sampling.fold import SamplingFold, SamplingSettings, SamplingState
+from stages.sampling.fold import SamplingFold
+from stages.sampling.settings import SamplingSettings
+from stages.sampling.state import SamplingState
 
 
 class Run:
