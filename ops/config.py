@@ -114,6 +114,7 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(f"run.id: {error}") from error
     _at_least("run.steps", config.run.steps, 1)
     _at_least("run.epochs", config.run.epochs, 1)
+    _at_least("run.max_restarts", config.run.max_restarts, 0)
     _at_least("sampling.groups_per_step", config.sampling.groups_per_step, 1)
     _at_least("sampling.slots_per_group", config.sampling.slots_per_group, 1)
     _at_least("sampling.max_staleness", config.sampling.max_staleness, 0)
@@ -129,6 +130,7 @@ def check_config(config: RunConfig) -> None:
     _at_least("training.microbatch_multiple", config.training.microbatch_multiple, 1)
     _at_least("metrics.port", config.metrics.port, 0)
     _at_least("training.keep_checkpoints", config.training.keep_checkpoints, 1)
+    _one_of("run.stage_processes", config.run.stage_processes, ("together", "apart"))
     _one_of("sampling.order", config.sampling.order, ("smallest_next", "quota"))
     _one_of("engine.swap", config.engine.swap, ("in_place", "recompute", "abort", "drain"))
     _one_of("gateway.recording", config.gateway.recording, ("strict", "fast"))
@@ -154,13 +156,11 @@ def check_config(config: RunConfig) -> None:
         )
     if all(stream.evaluate_every_versions for stream in run_streams(config).values()):
         raise ConfigError("streams: found evaluation streams only, expected one without evaluate_every_versions")
+    _check_open_streams(config)
     estimator = assembly_settings(config).estimator.name
     check_training(config.training, estimator=estimator, steps=config.run.steps)
-    _check_open_streams(config)
 
 
-def run_streams(config: RunConfig) -> dict[str, StreamConfig]:
-    """The run's streams by name, from wherever the config says they are.
 def _check_open_streams(config: RunConfig) -> None:
     streams = [stream for stream in run_streams(config).values() if not stream.evaluate_every_versions]
     if not any(stream.open for stream in streams):
@@ -176,6 +176,8 @@ def _check_open_streams(config: RunConfig) -> None:
         )
 
 
+def run_streams(config: RunConfig) -> dict[str, StreamConfig]:
+    """The run's streams by name, from wherever the config says they are.
 
     Raises:
         ConfigError: none, several places, or one that can't be used.

@@ -94,12 +94,12 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Other runners: where the stream's rows come from, as `headrace publish prompts` takes them (a .jsonl file …); empty: they
     are published. For a verifiers taskset the number of its tasks, empty: all.
     """
-    harness: str = ""
-    """"key@version"; empty takes the stream's own default."""
     open: bool = False
     """Its rows are drawn as they are published, once each, instead of from a list that is read or closed before."""
     when_empty: WhenEmpty = WhenEmpty.PASS
     """Open streams: `pass`, or `wait` for prompts when its turn comes."""
+    harness: str = ""
+    """"key@version"; empty takes the stream's own default."""
     llm_protocol: LlmProtocol | None = None
     """None: by the harness key ("claude": anthropic, "codex": responses, else chat completions)."""
     task_envs: dict[str, str] = {}
@@ -254,17 +254,17 @@ def _check_runner(path: str, stream: StreamConfig) -> None:
         raise ConfigError(
             f"{path}.rows: found {stream.rows!r}, expected a number of the taskset's tasks, or none for all"
         )
+    if stream.open and (stream.runner is not StreamRunner.FUNCTION or stream.rows or stream.evaluate_every_versions):
+        raise ConfigError(
+            f"{path}.open: expected runner 'function', no rows and no evaluate_every_versions: an open stream's rows are "
+            "published while the run goes on"
+        )
     if stream.agent_processes < 1:
         raise ConfigError(f"{path}.agent_processes: found {stream.agent_processes}, expected at least 1")
     if not (math.isfinite(stream.agent_timeout_s) and stream.agent_timeout_s > 0):
         raise ConfigError(f"{path}.agent_timeout_s: found {stream.agent_timeout_s}, expected a finite number > 0")
 
 
-    if stream.open and (stream.runner is not StreamRunner.FUNCTION or stream.rows or stream.evaluate_every_versions):
-        raise ConfigError(
-            f"{path}.open: expected runner 'function', no rows and no evaluate_every_versions: an open stream's rows are "
-            "published while the run goes on"
-        )
 class _StreamList(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     streams: list[StreamConfig]
 

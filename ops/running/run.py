@@ -291,13 +291,6 @@ async def _announce_start(config: RunConfig, broker: Broker) -> int:
     return ordinal
 
 
-async def _start_all(
-    config: RunConfig, folder: RunFolder, secrets: RunSecrets, endpoints: Endpoints, supervisor: Supervisor
-) -> None:
-    local = config.arena.url == LOCAL and not config.run.from_run and uses_arena(config)
-    environment = run_environment(config, secrets, local_arena=local)
-    if local:
-        await _start_arena(config, folder, endpoints, supervisor, environment)
 def _ends_by_itself(config: RunConfig) -> bool:
     """Whether the run rolls out each row once: nothing is trained, and neither steps, epochs nor an open stream say otherwise."""
     if not config.run.rollout_only or config.run.steps is not None or config.run.epochs:
@@ -305,6 +298,13 @@ def _ends_by_itself(config: RunConfig) -> bool:
     return not any(stream.open for stream in run_streams(config).values())
 
 
+async def _start_all(
+    config: RunConfig, folder: RunFolder, secrets: RunSecrets, endpoints: Endpoints, supervisor: Supervisor
+) -> None:
+    local = config.arena.url == LOCAL and not config.run.from_run and uses_arena(config)
+    environment = run_environment(config, secrets, local_arena=local)
+    if local:
+        await _start_arena(config, folder, endpoints, supervisor, environment)
     for spec in run_processes(config, folder, environment):
         await supervisor.start(spec)
 
