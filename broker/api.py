@@ -99,6 +99,8 @@ class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int
     """Limit, or -1."""
     payload_bytes: int
+    payload_max_bytes: int = -1
+    """Limit, or -1: none on the broker (a folder has its disk's)."""
     connected_url: str
 
 
@@ -159,7 +161,11 @@ class StoredPayload(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     size_bytes: int
     unix_time_s: float
-    """When it was stored first: storing the same bytes again may not renew it."""
+    """When it was stored, or renewed: storing the same bytes again renews what is older than
+    `ConnectSettings.payload_renew_after_s`.
+    """
+    revision: int = 0
+    """What was stored or renewed after it was listed has a higher one."""
 
 
 class CollectablePayloads(PayloadStore, Protocol):
@@ -167,6 +173,10 @@ class CollectablePayloads(PayloadStore, Protocol):
 
     def stored(self, *, before_unix_s: float) -> AsyncIterator[StoredPayload]:
         """The payloads that were stored before a time, in no certain order."""
+        ...
+
+    async def collect(self, payload: StoredPayload) -> None:
+        """Forget a listed payload, unless it was renewed since."""
         ...
 
 
@@ -222,6 +232,14 @@ class Broker(Protocol):
         """
         ...
 
+    async def list_state(self, prefix: str) -> Mapping[str, tuple[bytes, int]]:
+        """The last values whose keys begin with `prefix` and a dot, with their revisions."""
+        ...
+
+    async def delete_state(self, key: str) -> None:
+        """Forget a last value; an unknown key is fine."""
+        ...
+
     async def announce(self, subject: str, data: bytes) -> None:
         """Tell whoever listens now (heartbeats, metrics). Not on the log."""
         ...
@@ -248,6 +266,6 @@ class Broker(Protocol):
 
     async def log_status(self) -> LogStatus: ...
 
-    async def purge_below(self, sequence: int) -> int:
-        """Drop the messages below `sequence`; how many there were."""
+    async def purge_below(self, sequence: int, *, pattern: str = "") -> int:
+        """Drop the messages below `sequence`, with `pattern` only those whose subject it matches; how many there were."""
         ...

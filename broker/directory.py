@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
@@ -28,13 +29,15 @@ PARALLEL: Final = 8
 class DirectoryPayloads:
     """A `PayloadStore` in a folder."""
 
-    def __init__(self, root: str | Path, *, fsync: bool = False) -> None:
+    def __init__(self, root: str | Path, *, fsync: bool = False, renew_after_s: float = 300.0) -> None:
         """Args:
         root: The folder, made on first use.
+        renew_after_s: Storing what stands there already makes it young again when it is older.
         fsync: Force each payload to disk before `put` returns: survives a power cut, costs some milliseconds each.
         """
         self._root = Path(root)
         self._fsync = fsync
+        self._renew_after_s = renew_after_s
         self._limiter = anyio.CapacityLimiter(PARALLEL)
 
     @property
@@ -57,6 +60,17 @@ class DirectoryPayloads:
         path = self._path(payload_id)
         await anyio.to_thread.run_sync(lambda: path.unlink(missing_ok=True), limiter=self._limiter)
 
+    async def collect(self, payload: StoredPayload) -> None:
+        await anyio.to_thread.run_sync(self._collect, payload, limiter=self._limiter)
+
+    def _collect(self, payload: StoredPayload) -> None:
+        path = self._path(payload.id)
+        try:
+            if path.stat().st_mtime_ns <= payload.revision:
+                path.unlink()
+        except FileNotFoundError:
+            return
+
     async def stored(self, *, before_unix_s: float) -> AsyncIterator[StoredPayload]:
         for folder in range(256):
             found = await anyio.to_thread.run_sync(self._list, f"{folder:02x}", before_unix_s, limiter=self._limiter)
@@ -78,7 +92,10 @@ class DirectoryPayloads:
                 continue  # deleted meanwhile
             if stat.st_mtime < before_unix_s:
                 payload_id = folder + entry.name
-                found.append(StoredPayload(id=payload_id, size_bytes=stat.st_size, unix_time_s=stat.st_mtime))
+                listed = StoredPayload(
+                    id=payload_id, size_bytes=stat.st_size, unix_time_s=stat.st_mtime, revision=stat.st_mtime_ns
+                )
+                found.append(listed)
         return found
 
     def _path(self, payload_id: str) -> Path:
@@ -88,7 +105,7 @@ class DirectoryPayloads:
 
     def _write(self, ref: PayloadRef, view: memoryview) -> None:
         path = self._path(ref.id)
-        if path.is_file() and path.stat().st_size == ref.size_bytes:
+        if self._stands(path, ref):
             return
         beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
@@ -106,6 +123,18 @@ class DirectoryPayloads:
             raise StoreFullError(
                 f"payload {ref.id} ({ref.size_bytes} bytes) can't be written under {self._root}: {error.strerror}"
             ) from error
+
+    def _stands(self, path: Path, ref: PayloadRef) -> bool:
+        """Whether the payload is there, young enough now not to be collected before it is named."""
+        try:
+            stat = path.stat()
+            if stat.st_size != ref.size_bytes:
+                return False
+            if time.time() - stat.st_mtime > self._renew_after_s:
+                os.utime(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _read(self, ref: PayloadRef) -> bytes:
         try:

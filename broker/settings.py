@@ -49,6 +49,10 @@ class ConnectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Force each payload file to disk."""
     payload_chunk_bytes: int = 1024 * 1024
     """Larger payloads are cut; never above the server's max_payload."""
+    payload_renew_after_s: float = 300.0
+    """Storing bytes that stand there already renews their age when they are older than this, so that nobody collects them
+    before a message names them again. Less than half of the least age of what is collected.
+    """
     pull_expires_s: float = 30.0
     idle_heartbeat_s: float = 1.0
     """A parked pull that misses two of these is asked again."""

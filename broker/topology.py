@@ -87,14 +87,14 @@ def run_topology(run: str, limits: RunLimits | None = None, durables: list[Durab
     limits = RunLimits() if limits is None else limits
     names = run_names(run)
 
-    def stream(name: str, prefix: str, max_bytes: int, *, per_subject: int, once: bool) -> StreamSpec:
+    def stream(name: str, prefix: str, max_bytes: int, *, once: bool, deny_delete: bool) -> StreamSpec:
         return StreamSpec(
             name=name,
             subjects=[f"{prefix}>"],
             max_bytes=max_bytes,
-            max_msgs_per_subject=per_subject,
+            max_msgs_per_subject=1,
             discard_new_per_subject=once,
-            deny_delete=once,
+            deny_delete=deny_delete,
             replicas=limits.replicas,
             storage=limits.storage,
             duplicate_window_s=limits.duplicate_window_s,
@@ -103,9 +103,10 @@ def run_topology(run: str, limits: RunLimits | None = None, durables: list[Durab
     return Topology(
         run=run,
         streams=[
-            stream(names.log_stream, names.log_prefix, limits.log_max_bytes, per_subject=1, once=True),
-            stream(names.state_stream, names.state_prefix, limits.state_max_bytes, per_subject=1, once=False),
-            stream(names.payload_stream, names.payload_prefix, limits.payload_max_bytes, per_subject=1, once=True),
+            stream(names.log_stream, names.log_prefix, limits.log_max_bytes, once=True, deny_delete=True),
+            stream(names.state_stream, names.state_prefix, limits.state_max_bytes, once=False, deny_delete=False),
+            # A chunk may be stored again, which renews its age: its name is its checksum, so its bytes are the same.
+            stream(names.payload_stream, names.payload_prefix, limits.payload_max_bytes, once=False, deny_delete=True),
         ],
         durables=[msgspec.structs.replace(spec, replicas=limits.replicas) for spec in durables or []],
     )

@@ -7,7 +7,7 @@ from typing import Final
 
 import anyio
 
-from broker.api import Published, Record
+from broker.api import ConsumerSettings, Published, Record
 from broker.conformance.asserting import (
     DEADLINE_S,
     BrokerFactory,
@@ -19,6 +19,7 @@ from broker.conformance.asserting import (
     raises,
     take,
     take_all,
+    take_and_ack,
 )
 from broker.errors import TooLargeError
 from schemas.errors import InvalidIdError
@@ -223,6 +224,21 @@ async def check_purge_drops_what_is_below(make: BrokerFactory) -> None:
             equal([r.sequence for r in await take_all(records)], [8, 9, 10], "what is left")
 
 
+async def check_purge_may_spare_other_subjects(make: BrokerFactory) -> None:
+    async with make() as broker:
+        for number in range(1, 4):
+            await broker.publish(f"hr.{broker.run}.a.b.{number}", b"x")
+            await broker.publish(f"hr.{broker.run}.c.d.{number}", b"x")
+        equal(await broker.purge_below(4, pattern=f"hr.{broker.run}.a.b.>"), 2, "purged")
+        async with broker.read([f"hr.{broker.run}.>"], follow=False) as records:
+            equal([r.sequence for r in await take_all(records)], [2, 4, 5, 6], "what is left")
+        settings = ConsumerSettings()
+        async with broker.consume("d", [f"hr.{broker.run}.>"], settings) as deliveries:
+            equal([d.sequence for d in await take_and_ack(deliveries, 4)], [2, 4, 5, 6], "what is delivered")
+        status = await broker.log_status()
+        equal((status.first_sequence, status.last_sequence, status.num_messages), (2, 6, 4), "first, last, count")
+
+
 async def check_a_replay_after_a_purge_is_stored_again(make: BrokerFactory) -> None:
     """A duplicate window must not swallow rightful messages: an id is never taken from the subject."""
     async with make() as broker:
@@ -252,5 +268,6 @@ CHECKS: Final[tuple[Check, ...]] = (
     check_readers_share_nothing,
     check_a_cancelled_reader_goes_on_without_loss,
     check_purge_drops_what_is_below,
+    check_purge_may_spare_other_subjects,
     check_a_replay_after_a_purge_is_stored_again,
 )

@@ -76,6 +76,15 @@ async def check_what_is_stored_is_listed_by_age(store: CollectablePayloads) -> N
     equal([payload.id async for payload in store.stored(before_unix_s=began_s - 3600)], [], "what is old")
 
 
+async def check_what_is_listed_can_be_collected(store: CollectablePayloads) -> None:
+    refs = [await store.put(f"collected {number}".encode()) for number in range(2)]
+    listed = [payload async for payload in store.stored(before_unix_s=time.time() + 60) if payload.id == refs[0].id]
+    await store.collect(listed[0])
+    await raises(PayloadMissingError, store.get(refs[0]), "the collected one")
+    await store.collect(listed[0])
+    equal(bytes(await store.get(refs[1])), b"collected 1", "another one")
+
+
 STORE_CHECKS: Final[tuple[StoreCheck, ...]] = (
     check_bytes_come_back,
     check_the_same_bytes_are_stored_once,
@@ -83,6 +92,7 @@ STORE_CHECKS: Final[tuple[StoreCheck, ...]] = (
     check_bytes_other_than_promised_are_refused,
     check_inline_payloads_need_no_store,
     check_what_is_stored_is_listed_by_age,
+    check_what_is_listed_can_be_collected,
 )
 
 

@@ -49,8 +49,23 @@ async def check_of_many_writers_with_one_revision_one_wins(make: BrokerFactory) 
         claim(stands is not None and stands[0] == str(won[0]).encode(), "the winner's value stands")
 
 
+async def check_keys_are_listed_by_their_first_tokens_and_forgotten_one_by_one(make: BrokerFactory) -> None:
+    async with make() as broker:
+        revisions = {
+            key: await broker.save_state(key, key.encode()) for key in ("hold.b", "hold.a.1", "holder.c", "hold")
+        }
+        found = {key: (key.encode(), revisions[key]) for key in ("hold.a.1", "hold.b")}
+        equal(dict(await broker.list_state("hold")), found, "keys below hold")
+        await broker.delete_state("hold.b")
+        await broker.delete_state("hold.unknown")
+        equal(list(await broker.list_state("hold")), ["hold.a.1"], "what is left")
+        equal(await broker.load_state("hold.b"), None, "the forgotten one")
+        claim(await broker.save_state("hold.b", b"again", expected_revision=0) > 0, "it can be made again")
+
+
 CHECKS: Final[tuple[Check, ...]] = (
     check_a_value_is_what_was_saved_last,
     check_an_expected_revision_guards,
     check_of_many_writers_with_one_revision_one_wins,
+    check_keys_are_listed_by_their_first_tokens_and_forgotten_one_by_one,
 )

@@ -100,6 +100,12 @@ class JetStreamBroker:
     async def save_state(self, key: str, data: bytes, *, expected_revision: int | None = None) -> int:
         return await self._state.save(key, data, expected_revision)
 
+    async def list_state(self, prefix: str) -> Mapping[str, tuple[bytes, int]]:
+        return await self._state.list(prefix)
+
+    async def delete_state(self, key: str) -> None:
+        await self._state.delete(key)
+
     async def announce(self, subject: str, data: bytes) -> None:
         talk.announce(self._link, subject, data)
 
@@ -125,11 +131,15 @@ class JetStreamBroker:
             size_bytes=log.state.bytes,
             max_bytes=log.config.max_bytes,
             payload_bytes=payloads.state.bytes,
+            payload_max_bytes=payloads.config.max_bytes,
             connected_url=self._link.state().url,
         )
 
-    async def purge_below(self, sequence: int) -> int:
-        body = {"seq": sequence}
+    async def purge_below(self, sequence: int, *, pattern: str = "") -> int:
+        body: dict[str, object] = {"seq": sequence}
+        if pattern:
+            check_log_filters(self._names, (pattern,))
+            body["filter"] = pattern
         return (await call(self._link, f"STREAM.PURGE.{self._names.log_stream}", body, Purged)).purged
 
 
@@ -177,7 +187,9 @@ async def open_broker(
             await Admin(link).apply(run_topology(run, limits))
         info = await _stream(link, names.log_stream)
         payloads = (
-            DirectoryPayloads(settings.payload_dir, fsync=settings.payload_fsync)
+            DirectoryPayloads(
+                settings.payload_dir, fsync=settings.payload_fsync, renew_after_s=settings.payload_renew_after_s
+            )
             if settings.payload_dir
             else JetStreamPayloads(payload_link, names)
         )

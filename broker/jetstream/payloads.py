@@ -16,7 +16,7 @@ from broker.jetstream.api import call
 from broker.jetstream.headers import header
 from broker.jetstream.link import Answer, Link
 from broker.jetstream.parallel import for_each
-from broker.jetstream.publish import Gate, get_last_answer, send
+from broker.jetstream.publish import Gate, get_last_answer, send, stored_from
 from broker.jetstream.read import read
 from broker.naming import RunNames, inline_payload
 from broker.shapes import Purged, StreamInfo
@@ -46,27 +46,42 @@ class JetStreamPayloads:
         ref = PayloadRef(store=RUN_STORE, id=content_id(view), size_bytes=len(view))
         size = min(self._link.settings.payload_chunk_bytes, self._link.client.max_payload - HEADROOM_BYTES)
         chunks = [view[start : start + size] for start in range(0, len(view), size)] or [view]
-        first = await self._put_chunk(ref.id, 0, chunks[0], len(chunks), len(view))
-        if not first and await self._is_whole(ref.id, len(chunks)):
+        first = await self._put_chunk(ref, 0, chunks[0], len(chunks))
+        renew = not first and await self._is_old(ref)
+        if not first and not renew and await self._is_whole(ref.id, len(chunks)):
             return ref
+        if renew:
+            await self._put_chunk(ref, 0, chunks[0], len(chunks), renew=True)
         if len(chunks) > 1:
 
             async def put(index: int) -> None:
-                await self._put_chunk(ref.id, index, chunks[index], len(chunks), len(view))
+                await self._put_chunk(ref, index, chunks[index], len(chunks), renew=renew)
 
             await for_each(range(1, len(chunks)), put, at_once=PARALLEL_CHUNKS)
         return ref
 
-    async def _put_chunk(self, payload_id: str, index: int, chunk: memoryview, num_chunks: int, size: int) -> bool:
-        """Store one chunk; False if it stood there."""
-        head = b"Nats-Expected-Last-Subject-Sequence: 0\r\n%b: %d\r\n%b: %d\r\n" % (_CHUNKS, num_chunks, _SIZE, size)
+    async def _put_chunk(
+        self, ref: PayloadRef, index: int, chunk: memoryview, num_chunks: int, *, renew: bool = False
+    ) -> bool:
+        """Store one chunk, with `renew` in the place of the one that stands there; False if one stood there."""
+        head = b"%b: %d\r\n%b: %d\r\n" % (_CHUNKS, num_chunks, _SIZE, ref.size_bytes)
+        if not renew:
+            head = b"Nats-Expected-Last-Subject-Sequence: 0\r\n" + head
         until_s = time.monotonic() + self._link.settings.publish_deadline_s
         await self._gate.enter(len(chunk))
         try:
-            ack, _ = await send(self._link, self._subject(payload_id, index), chunk, head, until_s)
+            ack, _ = await send(self._link, self._subject(ref.id, index), chunk, head, until_s)
         finally:
             self._gate.leave(len(chunk))
         return ack.error is None
+
+    async def _is_old(self, ref: PayloadRef) -> bool:
+        """Whether what stands there must be renewed; true where it is gone again."""
+        answer = await get_last_answer(self._link, self._names.payload_stream, self._subject(ref.id, 0))
+        if answer is None:
+            return True
+        age_s = time.time() - stored_from(answer).record.unix_time_s
+        return age_s > self._link.settings.payload_renew_after_s
 
     async def _is_whole(self, payload_id: str, num_chunks: int) -> bool:
         if num_chunks == 1:
@@ -121,13 +136,19 @@ class JetStreamPayloads:
         """In the order in which they were stored."""
         names = self._names
         filters = (f"{names.payload_prefix}*.0",)
+        revision = (await call(self._link, f"STREAM.INFO.{names.payload_stream}", None, StreamInfo)).state.last_seq
         async with read(self._link, names.payload_stream, filters, 0, follow=False, headers_only=True) as chunks:
             async for chunk in chunks:
                 if chunk.unix_time_s >= before_unix_s:
                     return
                 payload_id = chunk.subject.split(".")[2]
                 size = int(chunk.headers.get(_SIZE.decode(), 0))
-                yield StoredPayload(id=payload_id, size_bytes=size, unix_time_s=chunk.unix_time_s)
+                yield StoredPayload(id=payload_id, size_bytes=size, unix_time_s=chunk.unix_time_s, revision=revision)
+
+    async def collect(self, payload: StoredPayload) -> None:
+        pattern = f"{self._names.payload_prefix}{payload.id}.>"
+        body = {"filter": pattern, "seq": payload.revision + 1}
+        await call(self._link, f"STREAM.PURGE.{self._names.payload_stream}", body, Purged)
 
     def _subject(self, payload_id: str, index: int) -> str:
         return f"{self._names.payload_prefix}{payload_id}.{index}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from broker.errors import ConflictError
+from broker.jetstream.api import call
 from broker.jetstream.link import Link
 from broker.jetstream.publish import MessageIds, check_size, get_last, send
 from broker.naming import RunNames, check_literal
+from broker.shapes import Purged, StreamInfo
 
 
 class State:
@@ -23,6 +26,26 @@ class State:
         check_literal(key)
         stored = await get_last(self._link, self._names.state_stream, self._names.state_prefix + key)
         return None if stored is None else (stored.record.data, stored.record.sequence)
+
+    async def list(self, prefix: str) -> Mapping[str, tuple[bytes, int]]:
+        """The values of all keys that begin with `prefix` and a dot."""
+        check_literal(prefix)
+        pattern = f"{self._names.state_prefix}{prefix}.>"
+        stream = self._names.state_stream
+        info = await call(self._link, f"STREAM.INFO.{stream}", {"subjects_filter": pattern}, StreamInfo)
+        found: dict[str, tuple[bytes, int]] = {}
+        for subject in sorted(info.state.subjects or {}):
+            key = subject.removeprefix(self._names.state_prefix)
+            value = await self.load(key)
+            if value is not None:
+                found[key] = value
+        return found
+
+    async def delete(self, key: str) -> None:
+        """Forget a value."""
+        check_literal(key)
+        body = {"filter": self._names.state_prefix + key}
+        await call(self._link, f"STREAM.PURGE.{self._names.state_stream}", body, Purged)
 
     async def save(self, key: str, data: bytes, expected_revision: int | None) -> int:
         """Set a value; its new revision.

@@ -161,6 +161,16 @@ class MemoryBroker:
         await anyio.lowlevel.checkpoint()
         return self._run.state.get(key)
 
+    async def list_state(self, prefix: str) -> Mapping[str, tuple[bytes, int]]:
+        check_literal(prefix)
+        await anyio.lowlevel.checkpoint()
+        return {key: value for key, value in sorted(self._run.state.items()) if key.startswith(f"{prefix}.")}
+
+    async def delete_state(self, key: str) -> None:
+        check_literal(key)
+        await anyio.lowlevel.checkpoint()
+        self._run.state.pop(key, None)
+
     async def save_state(self, key: str, data: bytes, *, expected_revision: int | None = None) -> int:
         check_literal(key)
         self._server.check_size(key, data, {})
@@ -244,9 +254,11 @@ class MemoryBroker:
             connected_url="memory://",
         )
 
-    async def purge_below(self, sequence: int) -> int:
+    async def purge_below(self, sequence: int, *, pattern: str = "") -> int:
         await anyio.lowlevel.checkpoint()
-        purged = self._run.purge_below(sequence)
+        if pattern:
+            check_log_filters(self._names, (pattern,))
+        purged = self._run.purge_below(sequence, pattern)
         self._server.wake()
         return purged
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import anyio.lowlevel
 
@@ -19,6 +19,8 @@ class MemoryPayloads:
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
         self._stored_s: dict[str, float] = {}
+        self.renew_after_s = 300.0
+        self.now: Callable[[], float] = time.time
 
     @property
     def name(self) -> str:
@@ -32,7 +34,9 @@ class MemoryPayloads:
         await anyio.lowlevel.checkpoint()
         payload_id = content_id(data)
         self.blobs.setdefault(payload_id, bytes(data))
-        self._stored_s.setdefault(payload_id, time.time())
+        now_s = self.now()
+        if now_s - self._stored_s.get(payload_id, 0.0) > self.renew_after_s:
+            self._stored_s[payload_id] = now_s
         return PayloadRef(store=RUN_STORE, id=payload_id, size_bytes=len(data))
 
     async def get(self, ref: PayloadRef) -> memoryview:
@@ -56,4 +60,9 @@ class MemoryPayloads:
             await anyio.lowlevel.checkpoint()
             if stored_s < before_unix_s and payload_id in self.blobs:
                 size = len(self.blobs[payload_id])
-                yield StoredPayload(id=payload_id, size_bytes=size, unix_time_s=stored_s)
+                revision = int(stored_s * 1e9)
+                yield StoredPayload(id=payload_id, size_bytes=size, unix_time_s=stored_s, revision=revision)
+
+    async def collect(self, payload: StoredPayload) -> None:
+        if int(self._stored_s.get(payload.id, 0.0) * 1e9) <= payload.revision:
+            await self.delete(payload.id)

@@ -12,6 +12,7 @@ from broker.clock import Clock, SystemClock
 from broker.errors import StoreFullError, TooLargeError, TopologyError
 from broker.memory.durable import Durable
 from broker.memory.payloads import MemoryPayloads
+from schemas.subjects import matches
 
 RECORD_OVERHEAD_BYTES = 64
 """Counted per message besides subject and data, so that a full store can be played."""
@@ -71,14 +72,15 @@ class MemoryRun:
             )
         return found
 
-    def purge_below(self, sequence: int) -> int:
-        """Drop the messages below `sequence`."""
-        gone = [s for s in self.by_sequence if s < sequence]
+    def purge_below(self, sequence: int, pattern: str = "") -> int:
+        """Drop the messages below `sequence`, with `pattern` only those that it matches."""
+        below = (s for s in self.by_sequence if s < sequence)
+        gone = [s for s in below if not pattern or matches(pattern, self.by_sequence[s].subject)]
         for s in gone:
             record = self.by_sequence.pop(s)
             del self.by_subject[record.subject]
             self.size_bytes -= _size_bytes(record.subject, record.data)
-        self.first = max(self.first, min(sequence, self.last + 1))
+        self.first = min(self.by_sequence, default=self.last + 1)
         for durable in self.durables.values():
             durable.forget_below(self.first)
         return len(gone)

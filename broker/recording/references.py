@@ -14,7 +14,7 @@ import msgspec.inspect
 
 from schemas.messages.rollout import InteractionTokens, RowTokens
 from schemas.messages.sampling import StreamRow
-from schemas.messages.training import Manifest, WeightsManifest
+from schemas.messages.training import Manifest, WeightParts, WeightsManifest
 from schemas.payload import RUN_STORE, PayloadRef
 from schemas.subjects import Topic
 from schemas.topics import TOPICS, topic_named
@@ -36,6 +36,7 @@ PAYLOAD_TYPES: Final[Mapping[str, object]] = {
     "step.assembled.manifest": Manifest,
     "stream.listed.rows": list[StreamRow],
     "weights.published.manifest": WeightsManifest,
+    "weights.published.parts": WeightParts,
 }
 """The msgpack type of the payloads that are not the user's own bytes."""
 
@@ -115,12 +116,23 @@ def named_in_payload(path: str, data: memoryview) -> list[NamedPayload]:
             for row in rows
             if row.payload is not None and row.payload.store == RUN_STORE
         ]
+    if path == "weights.published.parts":
+        return [
+            NamedPayload(
+                ref=PayloadRef(store=RUN_STORE, id=part.id, size_bytes=part.size_bytes), path=f"{path}.files.parts"
+            )
+            for file in msgspec.msgpack.decode(data, type=WeightParts).files
+            for part in file.parts
+        ]
     return []
+
+
+_WEIGHT_FILES: Final = ("weights.published.file", "weights.published.parts")
 
 
 def is_wanted(named: NamedPayload, message: msgspec.Struct, weights: str) -> bool:
     """Whether a payload belongs into a recording that keeps `weights` (none, first, all): weight files are large."""
-    if named.path != "weights.published.file" or weights == "all":
+    if named.path not in _WEIGHT_FILES or weights == "all":
         return True
     return weights == "first" and getattr(message, "version", None) == _FIRST_VERSION
 

@@ -1,0 +1,237 @@
+"""Feeds the durables' queues from the log. Any process with a share of a durable offers to; one at a time does.
+
+    lease (a last value) ─▶ per durable: log after its position ─▶ its queue, confirmed ─▶ position saved
+                         └▶ what is parked and due, what was handed out too often ─▶ its queue again
+
+A dispatcher that dies is followed by another after the lease; what lies between its last saved position and its death is put into the
+queues twice, which a stage's created-once outputs make harmless.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Final, Protocol
+
+import aiormq
+import anyio
+import anyio.abc
+import msgspec
+import structlog
+from aiormq.abc import AbstractChannel, DeliveredMessage
+
+from broker.api import Record
+from broker.errors import ConflictError, StoreFullError
+from broker.rabbitmq.follower import Follower
+from broker.rabbitmq.link import LOST, Link, until_closed
+from broker.rabbitmq.parked import ParkedWork
+from broker.rabbitmq.queues import Task, dead_queue, declare_dead, declare_work, publish_task, read_task
+from broker.rabbitmq.state import FolderState
+from collections.abc import AsyncIterator
+from broker.topology import DurableSpec
+
+log = structlog.get_logger("broker")
+
+LEASE_S: Final = 3.0
+_LEASE_KEY: Final = "dispatcher"
+_WINDOW: Final = 256
+"""Tasks of one durable that wait for their confirmation."""
+MAX_READY: Final = 10_000
+"""A queue with so many waiting tasks is fed no further: the log is the better place to wait in."""
+_SAVE_EVERY_S: Final = 0.5
+_PARKED_PERIOD_S: Final = 0.1
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Who dispatches, and until when."""
+
+    owner: str
+    until_unix_s: float
+
+
+class ReadLog(Protocol):
+    """Reads the log after a sequence."""
+
+    def __call__(self, filters: tuple[str, ...], after_sequence: int) -> AbstractAsyncContextManager[AsyncIterator[Record]]: ...
+
+
+def position_key(durable: str) -> str:
+    """The last value that says how far a durable is fed."""
+    return f"fed-{durable}"
+
+
+class Dispatcher:
+    """See the module."""
+
+    def __init__(
+        self,
+        link: Link,
+        run: str,
+        owner: str,
+        follower: Follower,
+        state: FolderState,
+        read_log: ReadLog,
+        get: Callable[[int], AbstractAsyncContextManager[Record | None]],
+    ) -> None:
+        self._link: Final = link
+        self._run: Final = run
+        self._owner: Final = owner
+        self._follower: Final = follower
+        self._state: Final = state
+        self._parked: Final = ParkedWork(state)
+        self._read: Final = read_log
+        self._get: Final = get
+        self._revision = 0
+
+    async def run(self) -> None:
+        """Dispatch whenever nobody else does, for ever."""
+        while True:
+            if await self._take_lease():
+                log.info("dispatching", run=self._run)
+                try:
+                    await self._dispatch()
+                except* LOST as group:
+                    log.debug("the dispatcher lost its channel", reason=str(group.exceptions[0]))
+                except* (ConflictError, StoreFullError) as group:
+                    log.warning("dispatching ended", reason=str(group.exceptions[0]))
+            await anyio.sleep(LEASE_S / 6)
+
+    async def _take_lease(self) -> bool:
+        """Hold the lease if it is free, ours or over."""
+        found = await self._state.load(_LEASE_KEY)
+        revision = 0
+        if found is not None:
+            lease, revision = msgspec.msgpack.decode(found[0], type=Lease), found[1]
+            if lease.owner != self._owner and lease.until_unix_s > time.time():
+                return False
+        try:
+            self._revision = await self._save_lease(revision)
+        except ConflictError:
+            return False
+        return True
+
+    async def _save_lease(self, revision: int) -> int:
+        lease = Lease(owner=self._owner, until_unix_s=time.time() + LEASE_S)
+        return await self._state.save(_LEASE_KEY, msgspec.msgpack.encode(lease), revision)
+
+    async def release(self) -> None:
+        """Let somebody else dispatch at once."""
+        found = await self._state.load(_LEASE_KEY)
+        if found is not None and msgspec.msgpack.decode(found[0], type=Lease).owner == self._owner:
+            try:
+                over = Lease(owner=self._owner, until_unix_s=0.0)
+                await self._state.save(_LEASE_KEY, msgspec.msgpack.encode(over), found[1])
+            except ConflictError:
+                return  # somebody else has it already
+
+    async def _dispatch(self) -> None:
+        """Until the lease or the connection is lost."""
+        async with self._link.channel(confirms=True) as channel, anyio.create_task_group() as tasks:
+            await declare_dead(channel, self._run)
+            tasks.start_soon(self._keep_lease)
+            tasks.start_soon(self._unpark, channel)
+            tasks.start_soon(self._return_dead, channel)
+            fed: set[str] = set()
+            tasks.start_soon(self._feed_all, channel, fed, tasks)
+            await until_closed(channel)
+            raise ConnectionResetError("the dispatcher's channel closed")
+
+    async def _keep_lease(self) -> None:
+        while True:
+            await anyio.sleep(LEASE_S / 3)
+            self._revision = await self._save_lease(self._revision)
+
+    async def _feed_all(self, channel: AbstractChannel, fed: set[str], tasks: anyio.abc.TaskGroup) -> None:
+        """Begin to feed each durable as it is declared."""
+        while True:
+            for spec in list(self._follower.index.durables.values()):
+                if spec.name not in fed:
+                    fed.add(spec.name)
+                    tasks.start_soon(self._feed, channel, spec)
+            await self._follower.changed()
+
+    async def _feed(self, channel: AbstractChannel, spec: DurableSpec) -> None:
+        key = position_key(spec.name)
+        found = await self._state.load(key)
+        position = int(found[0]) if found else 0
+        await declare_work(channel, self._run, spec.name)
+        feeding = _Feeding(channel, self._run, spec.name, position)
+        async with self._read(tuple(spec.filters), position) as records, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._save_positions, key, feeding)
+            async for record in records:
+                await feeding.put(record, tasks)
+
+    async def _save_positions(self, key: str, feeding: _Feeding) -> None:
+        saved = feeding.position
+        while True:
+            await anyio.sleep(_SAVE_EVERY_S)
+            if feeding.position != saved:
+                saved = feeding.position
+                await self._state.save(key, str(saved).encode(), None)
+
+    async def _unpark(self, channel: AbstractChannel) -> None:
+        while True:
+            for parked in await self._parked.due():
+                async with self._get(parked.sequence) as record:
+                    if record is not None:
+                        await publish_task(channel, self._run, Task.of(parked.durable, record, parked.num_delivered))
+                await self._parked.remove(parked.durable, parked.sequence)
+            await anyio.sleep(_PARKED_PERIOD_S)
+
+    async def _return_dead(self, confirmed: AbstractChannel) -> None:
+        """What its queue handed out too often goes back with its count: the pipeline gives it up, and says why."""
+        async with self._link.channel(prefetch=16) as channel:
+
+            async def arrive(message: DeliveredMessage) -> None:
+                found = read_task(message)
+                if found is not None:
+                    task, delivered = found
+                    again = msgspec.structs.replace(task, num_before=task.num_before + max(delivered, 1))
+                    await publish_task(confirmed, self._run, again)
+                await channel.basic_ack(message.delivery_tag or 0)
+
+            await channel.basic_consume(dead_queue(self._run), arrive)
+            await until_closed(channel)
+            raise ConnectionResetError("the dispatcher's dead-letter channel closed")
+
+
+class _Feeding:
+    """One durable's way from the log into its queue: many tasks at a time, the position behind the oldest unconfirmed."""
+
+    def __init__(self, channel: AbstractChannel, run: str, durable: str, position: int) -> None:
+        self.position = position
+        self._channel: Final = channel
+        self._run: Final = run
+        self._durable: Final = durable
+        self._window = anyio.Semaphore(_WINDOW)
+        self._under_way: deque[list[int | bool]] = deque()
+        """[sequence, whether it is confirmed], in the order of the log."""
+        self._since_look = 0
+
+    async def put(self, record: Record, tasks: anyio.abc.TaskGroup) -> None:
+        """Begin to put a record into the queue; waits while too much is under way or waits there."""
+        self._since_look += 1
+        if self._since_look >= MAX_READY // 10:
+            self._since_look = 0
+            while await declare_work(self._channel, self._run, self._durable) > MAX_READY:
+                await anyio.sleep(0.2)
+        await self._window.acquire()
+        place: list[int | bool] = [record.sequence, False]
+        self._under_way.append(place)
+        tasks.start_soon(self._publish, record, place)
+
+    async def _publish(self, record: Record, place: list[int | bool]) -> None:
+        try:
+            while True:
+                try:
+                    await publish_task(self._channel, self._run, Task.of(self._durable, record))
+                    break
+                except aiormq.exceptions.DeliveryError:
+                    await anyio.sleep(0.2)  # the queue refuses for now: try again
+        finally:
+            self._window.release()
+        place[1] = True
+        while self._under_way and self._under_way[0][1]:
+            self.position = int(self._under_way.popleft()[0])

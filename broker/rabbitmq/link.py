@@ -1,0 +1,195 @@
+"""One connection to RabbitMQ that is renewed for ever; each part of the broker opens its channels anew after a loss.
+
+It must not know what the channels are for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from typing import Final
+from urllib.parse import quote, urlsplit, urlunsplit
+
+import aio_pika
+import aiormq
+import aiormq.exceptions
+import anyio
+import structlog
+from aio_pika.abc import AbstractConnection
+
+from broker.errors import NotAllowedError, NotConnectedError
+from broker.settings import ConnectSettings, read_secret
+
+log = structlog.get_logger("broker")
+
+LOST: Final = (aiormq.exceptions.AMQPError, ConnectionError, OSError)
+"""What a broken connection raises: whatever was under way may or may not have happened."""
+HEARTBEAT_S: Final = 5
+"""A server or client that is silent for two of these is given up; what it held goes to others."""
+
+
+class ConnectionState:
+    """What the connection is doing, for status."""
+
+    def __init__(self) -> None:
+        self.connected = False
+        self.since_unix_s = time.time()
+        self.reconnects = 0
+        self.last_error = ""
+
+    def set(self, *, connected: bool, error: str = "") -> None:
+        """Note a change."""
+        self.connected, self.since_unix_s = connected, time.time()
+        self.last_error = error or self.last_error
+
+
+class Link:
+    """See the module. Made by `open_link`."""
+
+    def __init__(self, urls: list[str], settings: ConnectSettings) -> None:
+        self.settings: Final = settings
+        self.state: Final = ConnectionState()
+        self._urls: Final = [_with_login(url, settings) for url in urls]
+        self._connection: AbstractConnection | None = None
+        self._connected = asyncio.Event()
+        self._lost = asyncio.Event()
+        self.url = ""
+
+    async def connect(self) -> None:
+        """Connect for the first time.
+
+        Raises:
+            NotConnectedError: no server within the deadline.
+            NotAllowedError: the login is refused.
+        """
+        with anyio.move_on_after(self.settings.connect_deadline_s):
+            while not await self._try_all():
+                await anyio.sleep(self.settings.reconnect_wait_s)
+            return
+        raise NotConnectedError(
+            f"expected a RabbitMQ at {', '.join(map(without_secret, self._urls))} within "
+            f"{self.settings.connect_deadline_s} s, found: {self.state.last_error or 'no answer'}"
+        )
+
+    async def keep(self) -> None:
+        """Connect again whenever the connection is lost, for ever."""
+        while True:
+            await self._lost.wait()
+            self._connected.clear()
+            log.warning("connection lost; connecting again", broker=self.url, reason=self.state.last_error)
+            while not await self._try_all():
+                await anyio.sleep(self.settings.reconnect_wait_s)
+            self.state.reconnects += 1
+            log.info("connected again", broker=self.url)
+
+    async def close(self) -> None:
+        """Close for good."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(*LOST, TimeoutError):
+                async with asyncio.timeout(2.0):
+                    await connection.close()
+
+    @asynccontextmanager
+    async def channel(self, *, confirms: bool = False, prefetch: int = 0) -> AsyncGenerator[aiormq.abc.AbstractChannel]:
+        """A channel of the present connection; waits for one.
+
+        Raises:
+            LOST: the connection broke meanwhile.
+        """
+        await self._connected.wait()
+        connection = self._connection
+        if connection is None:
+            raise ConnectionResetError("the connection is closed")
+        channel = await connection.channel(publisher_confirms=confirms, on_return_raises=confirms)
+        try:
+            under = await channel.get_underlay_channel()
+            if prefetch:
+                await under.basic_qos(prefetch_count=prefetch)
+            yield under
+        finally:
+            with suppress(*LOST, TimeoutError):
+                async with asyncio.timeout(2.0):
+                    await channel.close()
+
+    async def wait_connected(self, deadline_s: float) -> None:
+        """Wait for the connection.
+
+        Raises:
+            NotConnectedError: not within the deadline.
+        """
+        with anyio.move_on_after(max(deadline_s, 0.0)):
+            await self._connected.wait()
+            return
+        raise NotConnectedError(f"no connection to {self.url} for {deadline_s:.1f} s: {self.state.last_error}")
+
+    async def _try_all(self) -> bool:
+        for url in self._urls:
+            try:
+                connection = await aio_pika.connect(
+                    url, timeout=3.0, heartbeat=HEARTBEAT_S, client_properties={"connection_name": self.settings.name}
+                )
+            except aiormq.exceptions.ProbableAuthenticationError as error:
+                raise NotAllowedError(f"{without_secret(url)} refuses the login: {error}") from error
+            except (*LOST, TimeoutError) as error:
+                self.state.set(connected=False, error=f"{type(error).__name__}: {error}"[:200])
+                continue
+            self._use(connection, url)
+            return True
+        return False
+
+    def _use(self, connection: AbstractConnection, url: str) -> None:
+        self._connection, self.url = connection, without_secret(url)
+        self._lost = lost = asyncio.Event()
+
+        def closed(_sender: object, error: BaseException | None) -> None:
+            self.state.set(connected=False, error=f"{type(error).__name__}: {error}"[:200])
+            self._connected.clear()
+            lost.set()
+
+        connection.close_callbacks.add(closed)
+        self.state.set(connected=True)
+        self._connected.set()
+
+
+@asynccontextmanager
+async def open_link(urls: list[str], settings: ConnectSettings) -> AsyncGenerator[Link]:
+    """A connection for as long as the context is open.
+
+    Raises:
+        NotConnectedError, NotAllowedError.
+    """
+    link = Link(urls, settings)
+    await link.connect()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(link.keep)
+        try:
+            yield link
+        finally:
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await link.close()
+
+
+async def until_closed(channel: aiormq.abc.AbstractChannel) -> None:
+    """Return when a channel is gone, with its connection or alone."""
+    await asyncio.wait((channel.closing,))
+
+
+def without_secret(url: str) -> str:
+    """A URL as it may be shown: no login, no query."""
+    parts = urlsplit(url)
+    place = parts.hostname or "localhost"
+    return f"{parts.scheme}://{place}:{parts.port or 5672}{parts.path}"
+
+
+def _with_login(url: str, settings: ConnectSettings) -> str:
+    """The URL with the login of the settings, which goes before the URL's own, and without a query of ours."""
+    parts = urlsplit(url)
+    netloc = parts.netloc
+    if settings.user:
+        password = read_secret(settings.password_file) if settings.password_file else ""
+        netloc = f"{quote(settings.user, safe='')}:{quote(password, safe='')}@{netloc.rpartition('@')[2]}"
+    return urlunsplit((parts.scheme, netloc, parts.path or "/", parts.query, ""))
