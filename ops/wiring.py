@@ -113,7 +113,7 @@ async def _rewards(context: WorkerContext) -> None:
 
 
 async def _assembly(context: WorkerContext) -> None:
-    ticker = Ticker(context.broker, period_s=context.config.sampling.tick_period_s)
+    ticker = Ticker(context.broker, period_s=context.config.sampling.tick_period_s, now=context.now)
     metrics = context.metrics("assembly")
     copies = bool(context.config.run.from_run)  # the bridge copies the first run's ticks, too
     found = (await context.broker.log_status()).last_sequence

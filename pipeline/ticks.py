@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
 import anyio
@@ -11,6 +10,7 @@ import structlog
 from broker.api import Broker
 from broker.errors import BrokerError
 from pipeline.log import RunLog
+from pipeline.wall_clock import WallClock, wall_clock
 from schemas.messages.sampling import Tick
 
 log = structlog.get_logger("headrace.ticks")
@@ -19,9 +19,10 @@ log = structlog.get_logger("headrace.ticks")
 class Ticker:
     """Publishes ticks while a fold that asks for time runs. Several tickers of one run share one row of ticks."""
 
-    def __init__(self, broker: Broker, *, period_s: float) -> None:
+    def __init__(self, broker: Broker, *, period_s: float, now: WallClock | None = None) -> None:
         self._log: Final = RunLog(broker)
         self._period_s: Final = period_s
+        self._now: Final = now or wall_clock()
         self._last = 0
 
     def seen(self, ordinal: int) -> None:
@@ -38,7 +39,7 @@ class Ticker:
             await anyio.sleep(self._period_s)
             if self._last > before:
                 continue
-            tick = Tick(ordinal=self._last + 1, period_s=self._period_s, unix_time_s=time.time())
+            tick = Tick(ordinal=self._last + 1, period_s=self._period_s, unix_time_s=self._now())
             try:
                 standing = await self._log.publish(tick)
             except BrokerError as error:

@@ -31,6 +31,7 @@ def run(
     steps: int | None = None,
     from_run: str | None = None,
     no_training: bool = False,
+    post_exit: str | None = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative=())] = None,
     record: Path | None = None,
     redact: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -58,6 +59,9 @@ def run(
     no_training
         Roll out, score and audit only: one epoch unless run.epochs or run.steps say otherwise; short for
         --set run.rollout_only=true.
+    post_exit
+        Shell command to run when everything has ended, however (LOG_DIR names the logs' folder, 600 s); short for
+        --set run.post_exit=….
     set_
         Override one setting, a.b=value; may be repeated.
     record
@@ -78,6 +82,8 @@ def run(
         overrides.append("run.rollout_only=true")
     if from_run is not None:
         overrides.append(f"run.from_run={msgspec.json.encode(from_run).decode()}")
+    if post_exit is not None:
+        overrides.append(f"run.post_exit={msgspec.json.encode(post_exit).decode()}")
     console = Console(stderr=True)
     if redact and record is None:
         sys.stderr.write("headrace run: --redact belongs to --record FILE\n")

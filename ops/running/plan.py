@@ -11,7 +11,9 @@ from ops.supervise.process import ProcessSpec, RestartPolicy, python
 from ops.wiring import LIGHT_STAGES
 
 
-def arena_process(folder: RunFolder, config_file: str, environment: Mapping[str, str]) -> ProcessSpec:
+def arena_process(
+    folder: RunFolder, config_file: str, environment: Mapping[str, str], restart: RestartPolicy
+) -> ProcessSpec:
     """The local Arena."""
     return ProcessSpec(
         name="arena",
@@ -22,11 +24,16 @@ def arena_process(folder: RunFolder, config_file: str, environment: Mapping[str,
         ready_deadline_s=60.0,
         serves_others=True,
         stop_deadline_s=2.0,
+        restart=restart,
     )
 
 
 def worker_process(
-    name: str, stages: tuple[str, ...], folder: RunFolder, environment: Mapping[str, str]
+    name: str,
+    stages: tuple[str, ...],
+    folder: RunFolder,
+    environment: Mapping[str, str],
+    restart: RestartPolicy,
 ) -> ProcessSpec:
     """A process of one or several stages."""
     return ProcessSpec(
@@ -35,6 +42,7 @@ def worker_process(
         env=environment,
         log_file=str(folder.logs / f"{name}.log"),
         stop_deadline_s=7.0,
+        restart=restart,
     )
 
 
@@ -54,21 +62,25 @@ def trainer_process(config: RunConfig, folder: RunFolder, environment: Mapping[s
         env={**environment, "OMP_NUM_THREADS": str(config.training.threads)},
         log_file=str(folder.logs / "trainer.log"),
         finishes=True,
-        restart=RestartPolicy(max_restarts=8, window_s=120.0),
+        restart=RestartPolicy(max_restarts=max(8, config.run.max_restarts), window_s=120.0),
     )
 
 
 def run_processes(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> list[ProcessSpec]:
     """The workers of a run, in the order of their start."""
+    restart = RestartPolicy(max_restarts=config.run.max_restarts)
     if config.run.from_run:
         return [
-            worker_process("stages", ("assembly",), folder, environment),
+            worker_process("stages", ("assembly",), folder, environment, restart),
             trainer_process(config, folder, environment),
         ]
     gateway_environment = {**environment, "OMP_NUM_THREADS": str(config.engine.threads)}
+    light = {"stages": LIGHT_STAGES}
+    if config.run.stage_processes == "apart":
+        light = {stage: (stage,) for stage in LIGHT_STAGES}
     workers = [
-        worker_process("gateway", ("gateway",), folder, gateway_environment),
-        worker_process("stages", LIGHT_STAGES, folder, environment),
+        worker_process("gateway", ("gateway",), folder, gateway_environment, restart),
+        *(worker_process(name, stages, folder, environment, restart) for name, stages in light.items()),
     ]
     return workers if config.run.rollout_only else [*workers, trainer_process(config, folder, environment)]
 

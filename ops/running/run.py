@@ -32,6 +32,7 @@ from ops.run_folder import Endpoints, RunFolder
 from ops.running.bridge import bridged
 from ops.running.disk import check_disk, watch_disk
 from ops.running.plan import arena_process, run_environment, run_processes
+from ops.running.post_exit import run_post_exit
 from ops.running.progress import Progress
 from ops.running.recording import RecordingOutcome, RunRecording, check_recording, recorded
 from ops.running.rollouts import registrations_left, until_finished, until_rolled_out
@@ -130,11 +131,17 @@ async def run(
             except ProcessGivenUpError as error:
                 failure = error
             finally:
-                await supervisor.stop()
+                await _leave(config, folder, supervisor)
                 tasks.cancel_scope.cancel()
     if failure is not None or counted is None:
         raise RunFailedError(str(failure or "the run ended before it began"))
     return RunOutcome(account=counted, interrupted=stopped.is_set(), recording=kept)
+
+
+async def _leave(config: RunConfig, folder: RunFolder, supervisor: Supervisor) -> None:
+    """However the run ended: no process of it is left, then the command that comes after it."""
+    await supervisor.stop()
+    await run_post_exit(config.run.post_exit, folder.logs)
 
 
 @asynccontextmanager
@@ -322,7 +329,8 @@ async def _start_arena(
         url = msgspec.json.decode(line, type=dict[str, object])["url"]
         folder.write_endpoints(msgspec.structs.replace(endpoints, arena_url=str(url)))
 
-    await supervisor.start(arena_process(folder, str(config_file), environment), on_ready=ready)
+    restart = RestartPolicy(max_restarts=config.run.max_restarts)
+    await supervisor.start(arena_process(folder, str(config_file), environment, restart), on_ready=ready)
 
 
 async def _registrations_left(config: RunConfig, broker: Broker, folder: RunFolder, secrets: RunSecrets) -> int | None:

@@ -81,7 +81,8 @@ async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot) -> AsyncG
     config = context.config
     access = arena_access(config, context.endpoints)
     run_label = f"headrace-{config.run.id}"
-    gateway_url = f"http://{config.gateway.host}:{context.endpoints.gateway_port}"
+    bound = f"http://{config.gateway.host}:{context.endpoints.gateway_port}"
+    gateway_url = config.gateway.public_url or bound  # as sessions say it
 
     def name_of(worker: str) -> str:
         return session_model_name(run_label, arena_url=access.base_url, gateway_url=gateway_url, worker=worker)

@@ -15,6 +15,7 @@ from ops.config import RunConfig
 from ops.run_folder import Endpoints, RunFolder
 from pipeline.log import RunLog, RunPayloads
 from pipeline.metrics import REPORT_PERIOD_S, Metrics, WorkerReport, report_subject
+from pipeline.wall_clock import wall_clock
 
 log = structlog.get_logger("headrace.worker")
 
@@ -29,13 +30,14 @@ class WorkerContext:
         self.broker: Final = broker
         self.log: Final = RunLog(broker)
         self.payloads: Final = RunPayloads(broker)
+        self.now: Final = wall_clock()
         self.draining: Final = anyio.Event()
         self._metrics: Final[list[Metrics]] = []
         self._drains: Final[list[Callable[[], None]]] = []
 
     def metrics(self, stage: str) -> Metrics:
         """New counters, announced every second."""
-        metrics = Metrics(self.broker.run, stage)
+        metrics = Metrics(self.broker.run, stage, now=self.now)
         self._metrics.append(metrics)
         return metrics
 

@@ -22,13 +22,15 @@ from pipeline.logs import set_up_logs
 log = structlog.get_logger("headrace.worker")
 
 PARENT_ENV = "HEADRACE_PARENT_PID"
+EXIT_DRAINED = 128 + signal.SIGTERM
+"""A trainer that was told to end before its work was done: whoever watches it starts it again."""
 
 
-async def run_worker(stages: Sequence[str], folder: RunFolder) -> None:
-    """Run these services until drained, or until one of them fails."""
+async def run_worker(stages: Sequence[str], folder: RunFolder) -> bool:
+    """Run these services until drained, or until one of them fails. Whether they ended by themselves."""
     if list(stages) == ["prepare"]:
         await anyio.to_thread.run_sync(prepare, folder)
-        return
+        return True
     config, endpoints = folder.read_config(), folder.read_endpoints()
     async with connect_to(endpoints, name="+".join(stages)) as broker:
         context = WorkerContext(folder, config, endpoints, broker)
@@ -41,6 +43,7 @@ async def run_worker(stages: Sequence[str], folder: RunFolder) -> None:
                 for stage in stages:
                     services.start_soon(run_service, stage, context)
             background.cancel_scope.cancel()
+        return not context.draining.is_set()
 
 
 async def _drain_on_signal(context: WorkerContext) -> None:
@@ -66,7 +69,7 @@ def worker_main(stages: Sequence[str], run_dir: str, *, log_level: str = "INFO")
     tie_to_parent()
     set_up_logs(process="+".join(stages), level=log_level)
     try:
-        anyio.run(run_worker, stages, RunFolder(run_dir), backend_options={"use_uvloop": True})
+        done = anyio.run(run_worker, stages, RunFolder(run_dir), backend_options={"use_uvloop": True})
     except BaseExceptionGroup as group:
         for error in _leaves(group):
             log.exception("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
@@ -74,7 +77,7 @@ def worker_main(stages: Sequence[str], run_dir: str, *, log_level: str = "INFO")
     except Exception as error:
         log.exception("worker failed", error=f"{type(error).__name__}: {error}")
         return 1
-    return 0
+    return EXIT_DRAINED if "trainer" in stages and not done else 0
 
 
 def _leaves(group: BaseExceptionGroup) -> list[BaseException]:

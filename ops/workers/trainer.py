@@ -33,7 +33,9 @@ async def run_trainer(context: WorkerContext) -> None:
     metrics = context.metrics("trainer")
     metrics.wait_for("the training backend")
     rank = int(os.environ.get("RANK", "0"))
-    lease = HeldLease(context.broker, LEASE_KEY, worker_name(), config.training.lease_s) if rank == 0 else None
+    lease = None
+    if rank == 0:
+        lease = HeldLease(context.broker, LEASE_KEY, worker_name(), config.training.lease_s, now=context.now)
     backends = open_backend(config, context.folder)
     backend = await anyio.to_thread.run_sync(backends.__enter__)
     sinks = open_sinks(config, context.folder) if rank == 0 else ()
