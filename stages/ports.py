@@ -43,6 +43,14 @@ class EngineUnavailableError(EngineError):
     """The engine is away, dying or pausing for too long: another may answer."""
 
 
+class NoEngineError(EngineError):
+    """No engine that may take the request came within the deadline; the text says what was waited for."""
+
+
+class EngineBusyError(EngineError):
+    """Every engine that may take the request was full until the deadline."""
+
+
 class WeightsRefusedError(EngineError):
     """New weights don't fit or are damaged; the old version still serves."""
 
@@ -114,8 +122,8 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class InferenceEngine(Protocol):
-    """Token ids in, token ids with log-probs and versions out."""
+class TokenSource(Protocol):
+    """Token ids in, token ids with log-probs and versions out: an engine, or a router over several."""
 
     @property
     def name(self) -> str: ...
@@ -125,8 +133,15 @@ class InferenceEngine(Protocol):
 
         Raises:
             ContextOverflowError, BadRequestError, EngineUnavailableError.
+            NoEngineError, EngineBusyError: a router's wait for an engine ended.
         """
         ...
+
+    async def health(self) -> EngineHealth: ...
+
+
+class InferenceEngine(TokenSource, Protocol):
+    """One engine, and what is done to it."""
 
     async def abort(self, request_id: str) -> None:
         """End a running request with finish reason abort; unknown ids are fine."""

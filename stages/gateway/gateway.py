@@ -44,7 +44,7 @@ from stages.gateway.session import Session, SessionTicket
 from stages.gateway.sessions import SessionBook
 from stages.gateway.settings import GatewaySettings
 from stages.gateway.writing import Writer
-from stages.ports import GenerateRequest, InferenceEngine, Payloads, TokenIds, Tokenizer
+from stages.ports import GenerateRequest, Payloads, TokenIds, Tokenizer, TokenSource
 
 _THREAD_CHARACTERS: Final = 64 * 1024
 """Prompts above this are rendered in a thread: other sessions' streams go on meanwhile."""
@@ -80,7 +80,7 @@ class Gateway:
         self,
         settings: GatewaySettings,
         *,
-        engine: InferenceEngine,
+        engine: TokenSource,
         tokenizer: Tokenizer,
         recorder: Recorder,
         payloads: Payloads,

@@ -12,6 +12,7 @@ import numpy as np
 from schemas.messages.rollout import FinishReason
 from stages.gateway.budget import remaining_budget
 from stages.gateway.errors import (
+    BusyError,
     ContextLengthExceededError,
     EngineFaultError,
     InvalidRequestError,
@@ -21,15 +22,18 @@ from stages.gateway.settings import GatewayLimits
 from stages.ports import (
     BadRequestError,
     ContextOverflowError,
+    EngineBusyError,
     EngineUnavailableError,
     GenerateRequest,
-    InferenceEngine,
     LogProbs,
+    NoEngineError,
     TokenChunk,
     TokenIds,
+    TokenSource,
 )
 
 _MAX_DELAY_S = 5.0
+_RETRY_AFTER_S = 5
 
 OnIds = Callable[[TokenIds], Awaitable[int | None]]
 """Gets the ids of a chunk; returns None, or how many of them still count because a stop string ended the answer there."""
@@ -91,19 +95,21 @@ class Sampled:
 
 
 async def sample(
-    engine: InferenceEngine, request: GenerateRequest, *, limits: GatewayLimits, context_length: int, on_ids: OnIds
+    engine: TokenSource, request: GenerateRequest, *, limits: GatewayLimits, context_length: int, on_ids: OnIds
 ) -> Sampled:
     """Sample one whole answer.
 
     Raises:
         ContextLengthExceededError, InvalidRequestError: the engine refused the request.
-        UnavailableError: no engine answered after `max_resumes` tries.
+        BusyError: every engine was full for as long as a call may wait.
+        UnavailableError: no engine answered in `max_resumes` more tries, or none may answer.
         EngineFaultError: the engine sent what is no stream of tokens.
     """
     sampled = Sampled()
     num_prompt = int(request.prompt_ids.size)
     delay_s = limits.resume_delay_s
-    for resume in range(limits.max_resumes + 1):
+    resumes = lost = 0
+    while True:
         left = remaining_budget(
             max_response=request.settings.max_new_tokens,
             max_context=context_length,
@@ -113,21 +119,42 @@ async def sample(
         if left == 0:
             sampled.finish = FinishReason.LENGTH
             return sampled
-        try:
-            await _run_once(engine, _resumed(request, sampled, resume, left), sampled, on_ids)
-        except EngineUnavailableError as error:
-            if resume == limits.max_resumes:
-                raise UnavailableError(f"no engine answered after {resume + 1} tries: {error}") from error
+        before = sampled.num
+        failure = await _attempt(engine, _resumed(request, sampled, resumes, left), sampled, on_ids, context_length)
+        if not failure and sampled.finish is not FinishReason.ABORT:
+            return sampled
+        resumes += 1
+        if sampled.num > before and not failure:  # aborted by new weights: a long answer ends, however often they come
+            continue
+        lost += 1
+        if lost > limits.max_resumes:
+            raise UnavailableError(f"no engine answered after {lost} tries: {failure or 'aborted before a token came'}")
+        if failure:
             await anyio.sleep(delay_s)
             delay_s = min(delay_s * 2, _MAX_DELAY_S)
-            continue
-        except ContextOverflowError as error:
-            raise ContextLengthExceededError(num_prompt + sampled.num, context_length - 1) from error
-        except BadRequestError as error:
-            raise InvalidRequestError(f"the engine refuses the request: {error}") from error
-        if sampled.finish is not FinishReason.ABORT:
-            return sampled
-    raise UnavailableError(f"the answer was aborted {limits.max_resumes + 1} times before it ended")
+
+
+async def _attempt(
+    engine: TokenSource, request: GenerateRequest, sampled: Sampled, on_ids: OnIds, context_length: int
+) -> str:
+    """Sample on until the engine ends the answer; why it could not, where another try may help.
+
+    Raises:
+        GatewayError: no other try would help.
+    """
+    try:
+        await _run_once(engine, request, sampled, on_ids)
+    except EngineUnavailableError as error:
+        return str(error) or type(error).__name__
+    except NoEngineError as error:
+        raise UnavailableError(str(error), retry_after_s=_RETRY_AFTER_S) from error
+    except EngineBusyError as error:
+        raise BusyError(str(error), retry_after_s=_RETRY_AFTER_S) from error
+    except ContextOverflowError as error:
+        raise ContextLengthExceededError(int(request.prompt_ids.size), context_length - 1) from error
+    except BadRequestError as error:
+        raise InvalidRequestError(f"the engine refuses the request: {error}") from error
+    return ""
 
 
 def _resumed(request: GenerateRequest, sampled: Sampled, resume: int, left: int) -> GenerateRequest:
@@ -141,7 +168,7 @@ def _resumed(request: GenerateRequest, sampled: Sampled, resume: int, left: int)
     )
 
 
-async def _run_once(engine: InferenceEngine, request: GenerateRequest, sampled: Sampled, on_ids: OnIds) -> None:
+async def _run_once(engine: TokenSource, request: GenerateRequest, sampled: Sampled, on_ids: OnIds) -> None:
     budget = request.settings.max_new_tokens
     first = sampled.num
     async with _closing(engine.generate(request)) as chunks:

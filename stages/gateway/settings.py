@@ -84,7 +84,7 @@ class GatewayLimits(msgspec.Struct, frozen=True, kw_only=True):
     peer_deadline_s: float = 10.0
     """The longest a lookup about a foreign session may take."""
     max_resumes: int = 16
-    """How often one answer goes on after an abort or a lost engine."""
+    """How often one answer goes on after a lost engine, or an abort before a token came."""
     resume_delay_s: float = 0.2
     """Before asking again for an engine that was away; doubled each time, at most 5 s."""
     keepalive_s: float = 5.0
