@@ -145,12 +145,28 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Retain(msgspec.Struct, frozen=True, kw_only=True):
-    """The low-water mark: no reader needs anything below it any more."""
+    """The low-water mark: no reader needs anything below it any more. And whether there is room for more."""
 
     ordinal: int
     sequence: int
     held_by: str
     """Who holds the mark where it is."""
+    full: bool = False
+    """The run's store is nearly full: nothing new is begun until a later mark says otherwise."""
+    reason: str = ""
+    """What is full, and how full."""
+
+
+class LogHold(msgspec.Struct, frozen=True, kw_only=True):
+    """Last-value: somebody reads the log, and asks that nothing from `sequence` on be purged."""
+
+    what: str
+    """For people: `recorder of run.hrrec on host-3`."""
+    sequence: int
+    ttl_s: float
+    """It counts for so long after it was renewed last, by the clock of whoever purges."""
+    released: bool = False
+    """It counts no more."""
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
