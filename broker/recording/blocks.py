@@ -57,11 +57,16 @@ class MessageHead(msgspec.Struct, frozen=True, kw_only=True):
     last_time_s: float
     raw_bytes: int
     topics: dict[str, TopicCount]
-    entities: bytes
-    """Sorted uint64 hashes of the first key token of each message and of the group in it."""
     marks: list[StepMark] = []
     missing: list[str] = []
     """Payloads that its messages name and that were gone when they were to be recorded."""
+
+
+class WrittenMessageHead(MessageHead, frozen=True, kw_only=True):
+    """A head as it stands in the file, with what is only looked at when a key is looked for."""
+
+    entities: bytes
+    """Sorted uint64 hashes of the first key token of each message and of the group in it."""
 
 
 class PayloadHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +172,7 @@ def _packed(batch: RecordBatch, missing: Sequence[str]) -> PackedBlock:
         data=b"".join(batch.datas),
         headers={number: dict(headers) for number, headers in batch.headers.items()},
     )
-    head = MessageHead(
+    head = WrittenMessageHead(
         count=len(batch),
         first_sequence=int(batch.sequences[0]),
         last_sequence=int(batch.sequences[-1]),

@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
+from mmap import mmap
 from typing import BinaryIO, Final
 
 import msgspec
@@ -91,8 +92,13 @@ def check_prelude(file: BinaryIO, path: str) -> int:
 
 def encode_frame(kind: Kind, head: bytes, body: bytes | memoryview) -> list[bytes | memoryview]:
     """The pieces of a frame, to be written one after the other."""
-    start = _FRAME.pack(MARKER, kind, len(head), len(body), 0)[:_CHECKED]
+    start = frame_start(kind, len(head), len(body))
     return [start, _checksum(start, head, body).to_bytes(8, "little"), head, body]
+
+
+def frame_start(kind: Kind, head_size: int, body_size: int) -> bytes:
+    """What stands before a frame's checksum, and what its checksum begins with."""
+    return _FRAME.pack(MARKER, kind, head_size, body_size, 0)[:_CHECKED]
 
 
 def _checksum(start: bytes, head: bytes, body: bytes | memoryview) -> int:
@@ -124,9 +130,17 @@ def read_head(file: BinaryIO, place: FramePlace) -> bytes:
 def read_frame(file: BinaryIO, place: FramePlace) -> tuple[bytes, memoryview] | None:
     """Head and body of a frame; None if its checksum is wrong."""
     file.seek(place.offset)
-    raw = file.read(place.end - place.offset)
-    start, head = raw[:_CHECKED], raw[FRAME_BYTES : FRAME_BYTES + place.head_size]
-    body = memoryview(raw)[FRAME_BYTES + place.head_size :]
+    return _checked(memoryview(file.read(place.end - place.offset)), place)
+
+
+def read_mapped_frame(mapped: mmap, place: FramePlace) -> tuple[bytes, memoryview] | None:
+    """The same from a file that is mapped: the body is not copied, and must be let go before the map is closed."""
+    return _checked(memoryview(mapped)[place.offset : place.end], place)
+
+
+def _checked(raw: memoryview, place: FramePlace) -> tuple[bytes, memoryview] | None:
+    start, head = bytes(raw[:_CHECKED]), bytes(raw[FRAME_BYTES : FRAME_BYTES + place.head_size])
+    body = raw[FRAME_BYTES + place.head_size :]
     return (head, body) if _checksum(start, head, body) == place.checksum else None
 
 

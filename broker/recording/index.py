@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import bisect
 import os
-from typing import BinaryIO, Final
+from collections.abc import Callable, Sequence
+from mmap import ACCESS_READ, mmap
+from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,19 +26,18 @@ from broker.recording.blocks import (
     entity_hash,
 )
 from broker.recording.frames import (
-    FRAME_BYTES,
     Damage,
     FramePlace,
     Kind,
-    encode_frame,
     place_at,
     places,
     read_frame,
     read_head,
+    read_mapped_frame,
 )
+from broker.recording.index_file import END_BYTES
 
-_END_HEAD_BYTES: Final = 8
-END_BYTES: Final = FRAME_BYTES + _END_HEAD_BYTES
+_ZSTD: Final = zstandard.FRAME_HEADER
 
 
 class MessageEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +61,11 @@ class FileIndex(msgspec.Struct, kw_only=True):
     payloads: list[PayloadEntry] = []
     header: FramePlace | None = None
 
+    def places(self) -> list[FramePlace]:
+        """Where all blocks stand, in the order of the file."""
+        found = [entry.place for entry in self.messages] + [entry.place for entry in self.payloads]
+        return sorted([*found, *([self.header] if self.header else [])], key=lambda place: place.offset)
+
     def add(self, place: FramePlace, head: bytes) -> None:
         """Take a frame up."""
         if place.kind == Kind.MESSAGES:
@@ -70,16 +76,23 @@ class FileIndex(msgspec.Struct, kw_only=True):
             self.header = place
 
 
+class _Entities(msgspec.Struct, frozen=True, kw_only=True):
+    entities: bytes
+
+
+class _EntitiesEntry(msgspec.Struct, frozen=True, kw_only=True):
+    head: _Entities
+
+
+class _EntitiesIndex(msgspec.Struct, frozen=True, kw_only=True):
+    """Of an index, only what `with_entity` needs."""
+
+    messages: list[_EntitiesEntry] = []
+
+
 _decoder: Final = msgspec.msgpack.Decoder(FileIndex)
-
-
-def index_frames(index: FileIndex, offset: int) -> list[bytes | memoryview]:
-    """The two frames that close a file, to be written at `offset`."""
-    body = zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(index))
-    return [
-        *encode_frame(Kind.INDEX, b"", body),
-        *encode_frame(Kind.END, offset.to_bytes(_END_HEAD_BYTES, "little"), b""),
-    ]
+_entities_index_decoder: Final = msgspec.msgpack.Decoder(_EntitiesIndex)
+_entities_decoder: Final = msgspec.msgpack.Decoder(_Entities)
 
 
 class LoadedIndex(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +102,13 @@ class LoadedIndex(msgspec.Struct, frozen=True, kw_only=True):
     blocks_end: int
     """Where the next block of this file belongs."""
     damages: list[Damage]
-    complete: bool
-    """The file was closed; False = its index was built again."""
+    at_index: FramePlace | None
+    """Where it stands in a file that was closed; None = it was built again."""
+
+    @property
+    def complete(self) -> bool:
+        """The file was closed."""
+        return self.at_index is not None
 
 
 def load_index(file: BinaryIO, path: str) -> LoadedIndex:
@@ -117,7 +135,7 @@ def load_index(file: BinaryIO, path: str) -> LoadedIndex:
             damages.append(Damage(path=path, offset=place.offset, size_bytes=place.end - place.offset, reason=reason))
             continue
         end = place.end
-    return LoadedIndex(index=index, blocks_end=end, damages=damages, complete=False)
+    return LoadedIndex(index=index, blocks_end=end, damages=damages, at_index=None)
 
 
 def _closing_index(file: BinaryIO, size: int) -> LoadedIndex | None:
@@ -128,36 +146,69 @@ def _closing_index(file: BinaryIO, size: int) -> LoadedIndex | None:
     at_index = place_at(file, offset, size)
     if at_index is None or at_index.kind != Kind.INDEX:
         return None
-    found = read_frame(file, at_index)
-    if found is None:
-        return None
-    try:
-        index = _decoder.decode(zstandard.ZstdDecompressor().decompress(found[1]))
-    except (zstandard.ZstdError, msgspec.MsgspecError):
-        return None
-    return LoadedIndex(index=index, blocks_end=offset, damages=[], complete=True)
+    index = _from_body(file, at_index, _decoder)
+    return None if index is None else LoadedIndex(index=index, blocks_end=offset, damages=[], at_index=at_index)
+
+
+T = TypeVar("T")
+
+
+def _from_body(file: BinaryIO, place: FramePlace, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
+    """What an index frame says; the file is mapped, so that what the decoder passes over takes no memory."""
+    with mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
+        found = read_mapped_frame(mapped, place)
+        if found is None:
+            return None
+        try:
+            with found[1] as body:
+                # Former versions compressed it.
+                return decoder.decode(
+                    zstandard.ZstdDecompressor().decompress(body) if bytes(body[:4]) == _ZSTD else body
+                )
+        except (zstandard.ZstdError, msgspec.MsgspecError):
+            return None
+
+
+def entities_of(file: BinaryIO, at_index: FramePlace | None, entries: Sequence[MessageEntry]) -> list[bytes]:
+    """The entities of each message block of a file, in order; of a file that was not closed from the blocks' heads."""
+    if at_index is not None:
+        found = _from_body(file, at_index, _entities_index_decoder)
+        if found is not None:
+            return [entry.head.entities for entry in found.messages]
+    return [_entities_decoder.decode(read_head(file, entry.place)).entities for entry in entries]
 
 
 class Lookup:
     """Finds blocks of a whole recording (all its files) by key, sequence, time and payload id."""
 
-    def __init__(self, messages: list[tuple[int, MessageEntry]], payloads: list[tuple[int, PayloadEntry]]) -> None:
-        """Args: (number of the file, block), in the order of the recording."""
+    def __init__(
+        self,
+        messages: list[tuple[int, MessageEntry]],
+        payloads: list[tuple[int, PayloadEntry]],
+        entities: Callable[[], list[bytes]],
+    ) -> None:
+        """Args:
+        messages, payloads: (number of the file, block), in the order of the recording.
+        entities: reads those of all message blocks.
+        """
         self.messages: Final = messages
         self.payloads: Final = payloads
         self._first: Final = [entry.head.first_sequence for _, entry in messages]
         self._last: Final = [entry.head.last_sequence for _, entry in messages]
         self._first_time: Final = [entry.head.first_time_s for _, entry in messages]
-        hashes = [np.frombuffer(entry.head.entities, dtype=np.uint64) for _, entry in messages]
-        self._entities: Final[npt.NDArray[np.uint64]] = _joined(hashes)
-        self._entity_blocks: Final = np.repeat(np.arange(len(hashes)), [len(part) for part in hashes])
+        self._read_entities: Final = entities
+        self._entities: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = None
+        """Hashes, and the block of each."""
         self._payload_blocks: dict[bytes, int] | None = None
 
     def with_entity(self, token: str) -> list[int]:
         """Numbers of the message blocks that may hold a message whose first key token is `token` or belongs to the
         group `token`.
         """
-        found = self._entity_blocks[self._entities == np.uint64(entity_hash(token))]
+        if self._entities is None:
+            hashes = [np.frombuffer(found, dtype=np.uint64) for found in self._read_entities()]
+            self._entities = _joined(hashes), np.repeat(np.arange(len(hashes)), [len(part) for part in hashes])
+        found = self._entities[1][self._entities[0] == np.uint64(entity_hash(token))]
         return sorted(set(found.tolist()))
 
     def after(self, sequence: int) -> int:

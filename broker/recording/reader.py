@@ -19,7 +19,7 @@ from broker.errors import PayloadMissingError
 from broker.recording.blocks import MessageBlock, decode_payloads, topic_and_entity
 from broker.recording.frames import Damage, FramePlace, read_frame
 from broker.recording.header import Header, read_header
-from broker.recording.index import Lookup, MessageEntry, PayloadEntry, load_index
+from broker.recording.index import Lookup, MessageEntry, PayloadEntry, entities_of, load_index
 from broker.recording.writer import part_paths
 from schemas.payload import INLINE, PayloadRef, check_payload
 from schemas.subjects import matches
@@ -60,6 +60,7 @@ class Recording:
         self.complete = True
         """Every file was closed properly."""
         self._files: Final[list[BinaryIO]] = []
+        self._at_index: Final[list[FramePlace | None]] = []
         self._names: Final = part_paths(path)
         self._topics: dict[str, TopicSummary] | None = None
         self._cache: Final[dict[int, dict[str, memoryview]]] = {}
@@ -71,7 +72,7 @@ class Recording:
             self.close()
             raise
         self.header: Final[Header] = headers[0]
-        self.lookup: Final = Lookup(messages, payloads)
+        self.lookup: Final = Lookup(messages, payloads, self._entities)
 
     def _open(
         self,
@@ -84,11 +85,19 @@ class Recording:
         self._files.append(file)
         header = read_header(file, str(name))
         loaded = load_index(file, str(name))
+        self._at_index.append(loaded.at_index)
         messages += [(number, entry) for entry in loaded.index.messages]
         payloads += [(number, entry) for entry in loaded.index.payloads]
         self.damages.extend(loaded.damages)
         self.complete = self.complete and loaded.complete
         return header
+
+    def _entities(self) -> list[bytes]:
+        found: list[bytes] = []
+        for number, file in enumerate(self._files):
+            entries = [entry for of_file, entry in self.lookup.messages if of_file == number]
+            found += entities_of(file, self._at_index[number], entries)
+        return found
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,8 @@
 """Writes a recording: append-only, whole blocks, a new file when one is large enough. Blocking; for one thread.
 
 A payload is written before the messages that name it, so whatever can be read after a crash is complete in itself, and
-a recorder goes on after the last sequence that stands in the file.
+a recorder goes on after the last sequence that stands in the file. Memory does not grow with the file: of what was written
+only the places of the blocks are kept, and the ids of the newest payloads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from broker.recording.blocks import PAYLOAD_BLOCK_BYTES, PackedBlock, encode_pay
 from broker.recording.errors import NotARecordingError, RecordingError, WrongRunError
 from broker.recording.frames import PRELUDE_BYTES, FramePlace, Kind, encode_frame, prelude
 from broker.recording.header import Header, encode_header, read_header
-from broker.recording.index import FileIndex, LoadedIndex, index_frames, load_index
+from broker.recording.index import LoadedIndex, load_index
+from broker.recording.index_file import BlockPlaces, write_index
+
+_IDS_REMEMBERED: Final = 1 << 17
+"""Payload ids by which a payload that is named again is known to stand in the recording."""
 
 
 def part_path(path: Path, part: int) -> Path:
@@ -36,16 +41,17 @@ def part_paths(path: Path) -> list[Path]:
 
 
 class RecordingWriter:
-    """An open recording. `last_sequence` and `payload_ids` say what it holds already."""
+    """An open recording. `last_sequence` and `holds` say what is in it already."""
 
-    def __init__(self, path: Path, header: Header, *, rotate_bytes: int) -> None:
+    def __init__(self, path: Path, header: Header, *, rotate_bytes: int, ids_remembered: int) -> None:
         self.path: Final = path
         self.last_sequence = 0
         self.num_messages = 0
-        self.payload_ids: Final[set[bytes]] = set()
+        self._payload_ids: Final[dict[bytes, None]] = {}
         self._rotate_bytes: Final = rotate_bytes
+        self._ids_remembered: Final = ids_remembered
         self._header = header
-        self._index = FileIndex()
+        self._places = BlockPlaces()
         self._file: BinaryIO | None = None
         self._offset = 0
         self._compressor: Final = message_compressor()
@@ -56,8 +62,13 @@ class RecordingWriter:
         return self._offset
 
     def holds(self, payload_id: str) -> bool:
-        """Whether a payload was written already."""
-        return bytes.fromhex(payload_id) in self.payload_ids
+        """Whether a payload is known to be written already. One that is written again, long after, does no harm."""
+        return bytes.fromhex(payload_id) in self._payload_ids
+
+    def _remember(self, raw_id: bytes) -> None:
+        self._payload_ids[raw_id] = None
+        if len(self._payload_ids) > self._ids_remembered:
+            del self._payload_ids[next(iter(self._payload_ids))]
 
     def write_payloads(self, payloads: Sequence[tuple[str, bytes | memoryview]]) -> None:
         """Append payloads that are not there yet, several small ones to a block."""
@@ -65,9 +76,9 @@ class RecordingWriter:
         size = 0
         for payload_id, data in payloads:
             raw_id = bytes.fromhex(payload_id)
-            if raw_id in self.payload_ids:
+            if raw_id in self._payload_ids:
                 continue
-            self.payload_ids.add(raw_id)
+            self._remember(raw_id)
             block.append((payload_id, data))
             size += len(data)
             if size >= PAYLOAD_BLOCK_BYTES:
@@ -103,8 +114,7 @@ class RecordingWriter:
             return
         file, self._file = self._file, None
         with file:
-            file.seek(self._offset)
-            file.writelines(index_frames(self._index, self._offset))
+            write_index(file, self._offset, self._places)
             file.flush()
             os.fsync(file.fileno())
 
@@ -122,13 +132,13 @@ class RecordingWriter:
             checksum=int.from_bytes(pieces[1], "little"),
         )
         self._offset = place.end
-        self._index.add(place, head)
+        self._places.add(place)
 
     def _begin(self, path: Path) -> None:
-        self._file = path.open("xb")
+        self._file = path.open("x+b")
         self._file.write(prelude())
         self._offset = PRELUDE_BYTES
-        self._index = FileIndex()
+        self._places = BlockPlaces()
         self._append(Kind.HEADER, b"", encode_header(self._header))
 
     def _rotate(self) -> None:
@@ -141,19 +151,28 @@ class RecordingWriter:
         self._file.truncate(loaded.blocks_end)
         self._file.seek(loaded.blocks_end)
         self._offset = loaded.blocks_end
-        self._index = loaded.index
+        self._places = BlockPlaces()
+        for place in loaded.index.places():
+            self._places.add(place)
 
     def _take_up(self, loaded: LoadedIndex) -> None:
         for entry in loaded.index.payloads:
             ids = entry.head.ids
-            self.payload_ids.update(ids[start : start + 16] for start in range(0, len(ids), 16))
+            for start in range(0, len(ids), 16):
+                self._remember(ids[start : start + 16])
         for entry in loaded.index.messages:
             self.last_sequence = max(self.last_sequence, entry.head.last_sequence)
             self.num_messages += entry.head.count
 
     @classmethod
-    def open(cls, path: Path, header: Header, *, rotate_bytes: int = 1 << 62) -> RecordingWriter:
+    def open(
+        cls, path: Path, header: Header, *, rotate_bytes: int = 1 << 62, ids_remembered: int = _IDS_REMEMBERED
+    ) -> RecordingWriter:
         """Begin a recording, or go on with the one that stands at `path`: a torn tail is cut off, nothing else changes.
+
+        Args:
+            rotate_bytes: a new file begins when one is this large.
+            ids_remembered: payloads by whose ids one that is named again is known.
 
         Raises:
             WrongRunError: what stands there is of another run, or was redacted by other rules.
@@ -162,13 +181,13 @@ class RecordingWriter:
         if not path.exists() or path.stat().st_size == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
-            writer = cls(path, header, rotate_bytes=rotate_bytes)
+            writer = cls(path, header, rotate_bytes=rotate_bytes, ids_remembered=ids_remembered)
             writer._begin(path)
             return writer
         names = part_paths(path)
         if len(names) > 1 and not _has_header(names[-1]):
             names.pop().unlink()  # a rotation that a crash cut short before its first block
-        writer = cls(path, header, rotate_bytes=rotate_bytes)
+        writer = cls(path, header, rotate_bytes=rotate_bytes, ids_remembered=ids_remembered)
         for name in names:
             with name.open("rb") as file:
                 writer._header = read_header(file, str(name))
