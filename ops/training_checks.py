@@ -29,6 +29,7 @@ def check_training(training: TrainingSection, *, estimator: str, steps: int | No
         ("mismatch_kl_warning", training.mismatch_kl_warning, 0),
         ("peak_tflops", training.peak_tflops, 0),
         ("megatron.tensor_parallel", training.megatron.tensor_parallel, 1),
+        ("megatron.pipeline_parallel", training.megatron.pipeline_parallel, 1),
         ("lora.rank", training.lora.rank, 1),
         ("critic.warmup_steps", training.critic.warmup_steps, 0),
         ("critic.value_clip", training.critic.value_clip, 0),
@@ -54,13 +55,15 @@ def _check_combinations(training: TrainingSection, estimator: str) -> None:
             f"training.critic.enabled: only estimator gae uses a critic, assembly.estimator.name is {estimator}; set it to gae "
             "or leave the critic out"
         )
+    tensor, pipeline = training.megatron.tensor_parallel, training.megatron.pipeline_parallel
     if backend != "megatron":
-        if training.megatron.tensor_parallel > 1:
-            raise ConfigError(f"training.megatron.tensor_parallel: expected backend = megatron, found {backend}")
+        for name, value in (("tensor_parallel", tensor), ("pipeline_parallel", pipeline)):
+            if value > 1:
+                raise ConfigError(f"training.megatron.{name}: expected backend = megatron, found {backend}")
         return
-    if training.ranks % training.megatron.tensor_parallel:
+    if training.ranks % (tensor * pipeline):
         raise ConfigError(
-            f"training.ranks: expected a multiple of megatron.tensor_parallel ({training.megatron.tensor_parallel}), "
+            f"training.ranks: expected a multiple of megatron.tensor_parallel ({tensor}) · pipeline_parallel ({pipeline}), "
             f"found {training.ranks}"
         )
     for name, is_asked in (

@@ -24,7 +24,9 @@ class MegatronSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """[training.megatron]: for backend = megatron."""
 
     tensor_parallel: int = 1
-    """Ranks that share each matrix. training.ranks = tensor_parallel · data-parallel ranks."""
+    """Ranks that share each matrix. training.ranks = tensor_parallel · pipeline_parallel · data-parallel ranks."""
+    pipeline_parallel: int = 1
+    """Stages that share the layers; divides their number."""
 
 
 class CriticSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -166,10 +166,13 @@ def open_torch_backend(config: RunConfig, model_folder: str, checkpoint_dir: str
     with process_group(timeout_s=training.collective_timeout_s) as ranks:
         plan = Planner(partition_settings(config), warn=ranks.rank == 0)
         if training.backend == "megatron":
-            from stages.training.megatron.backend import open_megatron_backend  # noqa: PLC0415 - an extra of its own
+            from stages.training.megatron.backend import (  # noqa: PLC0415 - an extra of its own
+                MegatronSettings,
+                open_megatron_backend,
+            )
 
-            parallel = training.megatron.tensor_parallel
-            with open_megatron_backend(settings, models, plan, ranks, tensor_parallel=parallel) as backend:
+            parallel = msgspec.convert(training.megatron, MegatronSettings, from_attributes=True)
+            with open_megatron_backend(settings, models, plan, ranks, parallel) as backend:
                 yield backend
             return
         with open_hf_backend(settings, models, plan, ranks) as backend:

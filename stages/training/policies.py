@@ -49,7 +49,11 @@ class Policy(Protocol):
         ...
 
     def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps of the weights, sharing their memory or to be given back to `load`."""
+        """What a checkpoint keeps of this rank's weights, sharing their memory or to be given back to `load`."""
+        ...
+
+    def saved_shapes(self) -> dict[str, list[int]]:
+        """Of what a checkpoint keeps over all ranks."""
         ...
 
     def load(self, saved: Mapping[str, Tensor]) -> None: ...
@@ -113,6 +117,9 @@ class HfPolicy:
         if self._lora is None:
             return state
         return {name: tensor for name, tensor in state.items() if ".lora_" in name}
+
+    def saved_shapes(self) -> dict[str, list[int]]:
+        return {name: [*tensor.shape] for name, tensor in self.saved().items()}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         self.model.load_state_dict(dict(saved), strict=False)

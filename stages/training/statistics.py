@@ -35,6 +35,15 @@ class Tally:
         """A maximum."""
         self._maxima[name] = max(value, self._maxima.get(name, -math.inf))
 
+    @property
+    def counted(self) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        """Everything so far: sums and maxima."""
+        return self._sums, self._maxima
+
+    def take_over(self, counted: tuple[dict[str, tuple[float, float]], dict[str, float]]) -> None:
+        """What another rank counted, in place of what this one did."""
+        self._sums, self._maxima = counted
+
     def means(self, ranks: Ranks) -> dict[str, float]:
         """Global means and maxima, by name; collective."""
         sums = ranks.sum_counts(self._sums)

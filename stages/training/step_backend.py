@@ -31,6 +31,7 @@ from stages.training.checkpoints import Position
 from stages.training.errors import CheckpointError, TrainingError
 from stages.training.guides import Guides
 from stages.training.model_folder import digest, write_folder
+from stages.training.passes import Passes, WholePasses
 from stages.training.placement import Placement
 from stages.training.policies import Policy
 from stages.training.ports import RowArrays, StepResult
@@ -74,6 +75,7 @@ class StepBackend:
         guides: Guides,
         *,
         data_ranks: Ranks | None = None,
+        passes: Passes | None = None,
     ) -> None:
         """Take over a policy.
 
@@ -85,6 +87,7 @@ class StepBackend:
             placement: how it lies over the ranks.
             guides: what else gives values for tokens.
             data_ranks: those among which rows are dealt, where several ranks share a model; None: all.
+            passes: how micro-batches go through the model; None: layer after layer on this rank.
         """
         self._settings: Final = settings
         self._plan: Final = plan
@@ -96,7 +99,7 @@ class StepBackend:
         parameters = [p for p in policy.network.parameters() if p.requires_grad]
         limit = partial(placement.clip, parameters)
         self._learner: Final = Learner(
-            policy=cast("Any", policy.network),  # any network with PolicyForward's call
+            passes=passes or WholePasses(policy.network, every_micro_batch=placement.every_micro_batch),
             optimizer=make_optimizer(policy.network.parameters(), settings.optimizer),
             parameters=parameters,
             ranks=self._data_ranks,
@@ -104,7 +107,6 @@ class StepBackend:
             optimizer_settings=settings.optimizer,
             sum_gradients=partial(placement.sum_gradients, parameters),
             clip=limit,
-            every_micro_batch=placement.every_micro_batch,
         )
         self._writer: Final = CheckpointWriter(
             Path(settings.checkpoint_dir),
@@ -277,8 +279,7 @@ class StepBackend:
 
     def _settings_hash(self) -> str:
         """What the saved state depends on: shapes of what is saved and the optimizer's kind."""
-        shapes = {name: [*tensor.shape] for name, tensor in self._policy.saved().items()}
-        parts: list[object] = [shapes, "adamw"]
+        parts: list[object] = [self._policy.saved_shapes(), "adamw"]
         if self._policy.layout != "hf":
             parts.append(self._policy.layout)
         if (critic := self._guides.critic) is not None:

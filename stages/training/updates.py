@@ -8,19 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from stages.learning.forward import PolicyForward
 from stages.learning.losses.config import LossConfig
 from stages.learning.losses.kl_cov import KlCov
 from stages.learning.losses.minibatch import prepare_minibatch
 from stages.learning.losses.policy import policy_loss
 from stages.learning.losses.proximal import require_finite
 from stages.learning.update import OptimizerSettings, clip_gradients, learning_rate, set_learning_rate
-from stages.training.batches import MicroBatch, spread
+from stages.training.batches import MicroBatch
+from stages.training.passes import Passes
 from stages.training.ranks import Ranks
 from stages.training.statistics import Tally, mismatch
 
@@ -28,19 +29,18 @@ from stages.training.statistics import Tally, mismatch
 class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that an update needs."""
 
-    policy: PolicyForward
+    passes: Passes
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
     """The trained ones."""
     ranks: Ranks
+    """Those among which rows are dealt."""
     loss: LossConfig
     optimizer_settings: OptimizerSettings
     sum_gradients: Callable[[], None]
     """Makes each gradient the sum over all ranks."""
     clip: Callable[[float], float] | None = None
     """Clips and gives the global norm where gradients are sharded."""
-    every_micro_batch: bool = False
-    """Collectives in the forward pass: an empty micro-batch runs one token with weight 0."""
 
 
 def train_mini_batches(
@@ -53,8 +53,7 @@ def train_mini_batches(
     mini_batches = _with_proximal(learner, mini_batches, temperature)
     for number, batches in enumerate(mini_batches):
         prepared = _prepared(learner, batches)
-        for batch in prepared:
-            _backward(learner, batch, tally, temperature=temperature, first=number == 0)
+        learner.passes.backward(prepared, temperature, partial(_loss, learner.loss, tally, first=number == 0))
         learner.sum_gradients()
         limit = learner.optimizer_settings.max_grad_norm
         norm = learner.clip(limit) if learner.clip else clip_gradients(learner.parameters, limit)
@@ -68,32 +67,27 @@ def train_mini_batches(
         else:
             skipped.append(f"non-finite gradient in mini-batch {number}")
         learner.optimizer.zero_grad(set_to_none=True)
+    learner.passes.share(tally)
     return tally.means(learner.ranks), skipped, made
 
 
-def logprobs(learner: Learner, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies at their places in the pack, [T]."""
-    logp_N, entropy_N = learner.policy(batch.tokens_T, batch.layout, batch.target_N, temperature)
-    return spread(logp_N, batch), spread(entropy_N, batch)
-
-
-def _backward(learner: Learner, batch: MicroBatch, tally: Tally, *, temperature: float, first: bool) -> None:
-    if not batch.target_N.numel() and not learner.every_micro_batch:
-        return
-    logp_T, entropy_T = logprobs(learner, batch, temperature)
-    inputs = replace(batch.loss, entropy_T=entropy_T if learner.loss.entropy_coef else entropy_T.detach())
-    if first and learner.loss.proximal == "recompute" and inputs.prox_logp_T is None:
+def _loss(
+    config: LossConfig, tally: Tally, batch: MicroBatch, logp_T: Tensor, entropy_T: Tensor, *, first: bool
+) -> Tensor:
+    """Σ_t w_t·ℓ_t of a micro-batch; counts its statistics."""
+    inputs = replace(batch.loss, entropy_T=entropy_T if config.entropy_coef else entropy_T.detach())
+    if first and config.proximal == "recompute" and inputs.prox_logp_T is None:
         # the step's first update starts from the very weights that the proximal policy has
         inputs = replace(inputs, prox_logp_T=logp_T.detach())
-    loss_T, stats = policy_loss(logp_T, inputs, learner.loss)
+    loss_T, stats = policy_loss(logp_T, inputs, config)
     loss = (loss_T * batch.weight_T).sum()
-    loss.backward()
     tally.add(stats)
     tally.count("step_loss", float(loss.detach()), 0.0)
     if first:
         found, largest = mismatch(logp_T, batch.loss)
         tally.add(found)
         tally.peak("mismatch/max", largest)
+    return loss
 
 
 def _with_proximal(
@@ -108,13 +102,8 @@ def _with_proximal(
             found.append(list(batches))
             continue
         filled: list[MicroBatch] = []
-        for batch in batches:
-            if batch.target_N.numel() or learner.every_micro_batch:
-                with torch.no_grad():
-                    prox_T, _ = logprobs(learner, batch, temperature)
-                require_finite(prox_T, batch.loss.loss_mask_T)
-            else:
-                prox_T = batch.weight_T.new_zeros(batch.weight_T.shape)
+        for batch, prox_T in zip(batches, learner.passes.logprobs(batches, temperature), strict=True):
+            require_finite(prox_T, batch.loss.loss_mask_T)
             filled.append(msgspec.structs.replace(batch, loss=replace(batch.loss, prox_logp_T=prox_T)))
         found.append(filled)
     return found

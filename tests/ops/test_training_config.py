@@ -26,10 +26,12 @@ GAE = {"assembly": {"estimator": {"name": "gae"}}}
         ({"critic": {"enabled": True}}, {}, r"only estimator gae uses a critic"),
         ({}, GAE, r"gae needs a critic: set training\.critic\.enabled"),
         ({"megatron": {"tensor_parallel": 2}}, {}, r"expected backend = megatron, found torch"),
+        ({"megatron": {"pipeline_parallel": 2}}, {}, r"pipeline_parallel: expected backend = megatron, found torch"),
+        ({"megatron": {"pipeline_parallel": 0}}, {}, r"megatron\.pipeline_parallel: expected at least 1, found 0"),
         (
             {"backend": "megatron", "ranks": 3, "megatron": {"tensor_parallel": 2}},
             {},
-            r"training\.ranks: expected a multiple of megatron\.tensor_parallel \(2\)",
+            r"training\.ranks: expected a multiple of megatron\.tensor_parallel \(2\) · pipeline_parallel \(1\), found 3",
         ),
         ({"backend": "megatron", "lora": {"enabled": True}}, {}, r"training\.lora\.enabled: backend megatron has none"),
         ({"lora": {"rank": 0}}, {}, r"training\.lora\.rank: expected at least 1"),

@@ -1,8 +1,9 @@
-"""Qwen3 weights between the names and layouts of HF and Megatron-Core, and their parts among tensor-parallel ranks.
+"""Qwen3 weights between the names and layouts of HF and Megatron-Core, and their parts among tensor- and pipeline-parallel ranks.
 
-    HF whole ─ shard ─▶ HF part of a rank ◀─ names, fused matrices ─▶ Megatron parameters of a rank
+    HF whole ─ of_stage, shard ─▶ HF part of a rank ◀─ names, fused matrices ─▶ Megatron parameters of a rank
 
-Megatron fuses q, k, v (for each key head: its query heads, the key, the value) and gate over up. Pure; knows no process group.
+Megatron numbers a stage's layers from 0; where input and output matrix are tied, the last stage has a copy of the embedding as its
+output matrix, and both go by the embedding's HF name. Megatron fuses q, k, v (for each key head: its query heads, the key, the value) and gate over up. Pure; knows no process group.
 Shapes: D hidden, V vocabulary, E head size, K key heads of the rank, G query heads a key head.
 """
 
@@ -18,9 +19,10 @@ from torch import Tensor
 
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _OUTPUT: Final = "lm_head.weight"
+_MEGATRON_OUTPUT: Final = "output_layer.weight"
 _PLAIN: Final = {
     "embedding.word_embeddings.weight": _EMBEDDING,
-    "output_layer.weight": _OUTPUT,
+    _MEGATRON_OUTPUT: _OUTPUT,
     "decoder.final_layernorm.weight": "model.norm.weight",
 }
 _IN_LAYER: Final = {
@@ -36,6 +38,40 @@ _GATE_UP: Final = "mlp.linear_fc1.weight"
 _LAYER: Final = re.compile(r"(?:decoder|model)\.layers\.(\d+)\.(.+)")
 
 
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """Which part of the model a pipeline stage has."""
+
+    first_layer: int
+    num_layers: int
+    is_first: bool
+    """Has the embedding."""
+    is_last: bool
+    """Has the last norm and the output matrix."""
+    is_tied: bool
+    """The output matrix is the embedding."""
+
+    @staticmethod
+    def of(rank: int, num_stages: int, *, num_layers: int, is_tied: bool) -> Stage:
+        """An even share of the layers."""
+        share = num_layers // num_stages
+        return Stage(
+            first_layer=rank * share,
+            num_layers=share,
+            is_first=rank == 0,
+            is_last=rank == num_stages - 1,
+            is_tied=is_tied,
+        )
+
+    @property
+    def has_embedding_copy(self) -> bool:
+        """The embedding lies here a second time."""
+        return self.is_tied and self.is_last and not self.is_first
+
+
+WHOLE: Final = Stage(first_layer=0, num_layers=1 << 30, is_first=True, is_last=True, is_tied=True)
+"""No pipeline."""
+
+
 class Heads(msgspec.Struct, frozen=True, kw_only=True):
     """Attention heads of one rank."""
 
@@ -43,7 +79,7 @@ class Heads(msgspec.Struct, frozen=True, kw_only=True):
     head_size: int
 
 
-def hf_from_megatron(parameters: Mapping[str, Tensor], heads: Heads) -> dict[str, Tensor]:
+def hf_from_megatron(parameters: Mapping[str, Tensor], heads: Heads, stage: Stage = WHOLE) -> dict[str, Tensor]:
     """A rank's parameters under HF names; copies where matrices are fused.
 
     Raises:
@@ -53,9 +89,10 @@ def hf_from_megatron(parameters: Mapping[str, Tensor], heads: Heads) -> dict[str
     for name, tensor in parameters.items():
         match = _LAYER.fullmatch(name)
         if match is None:
-            found[_PLAIN[name]] = tensor
+            is_copy = name == _MEGATRON_OUTPUT and stage.has_embedding_copy
+            found[_EMBEDDING if is_copy else _PLAIN[name]] = tensor
             continue
-        prefix, inner = f"model.layers.{match[1]}.", match[2]
+        prefix, inner = f"model.layers.{int(match[1]) + stage.first_layer}.", match[2]
         if inner == _QKV:
             q, k, v = _split_qkv(tensor, heads)
             found |= {
@@ -69,9 +106,11 @@ def hf_from_megatron(parameters: Mapping[str, Tensor], heads: Heads) -> dict[str
     return found
 
 
-def megatron_from_hf(weights: Mapping[str, Tensor], heads: Heads) -> dict[str, Tensor]:
+def megatron_from_hf(weights: Mapping[str, Tensor], heads: Heads, stage: Stage = WHOLE) -> dict[str, Tensor]:
     """The inverse: a rank's HF parts as Megatron's parameters."""
     plain = {hf: megatron for megatron, hf in _PLAIN.items()}
+    if stage.has_embedding_copy:
+        plain[_EMBEDDING] = _MEGATRON_OUTPUT
     inner_names = {hf: megatron for megatron, hf in _IN_LAYER.items()}
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -79,7 +118,8 @@ def megatron_from_hf(weights: Mapping[str, Tensor], heads: Heads) -> dict[str, T
         if match is None:
             found[plain[name]] = tensor
             continue
-        source, target, inner = f"model.layers.{match[1]}.", f"decoder.layers.{match[1]}.", match[2]
+        source, inner = f"model.layers.{match[1]}.", match[2]
+        target = f"decoder.layers.{int(match[1]) - stage.first_layer}."
         if inner in inner_names:
             found[target + inner_names[inner]] = tensor
         elif inner == "self_attn.q_proj.weight":
@@ -87,6 +127,22 @@ def megatron_from_hf(weights: Mapping[str, Tensor], heads: Heads) -> dict[str, T
             found[target + _QKV] = _join_qkv(q, k, v, heads)
         elif inner == "mlp.gate_proj.weight":
             found[target + _GATE_UP] = torch.cat([tensor, weights[f"{source}mlp.up_proj.weight"]])
+    return found
+
+
+def of_stage(weights: Mapping[str, Tensor], stage: Stage) -> dict[str, Tensor]:
+    """The HF weights that a pipeline stage has."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        match = _LAYER.fullmatch(name)
+        if match is not None:
+            is_here = stage.first_layer <= int(match[1]) < stage.first_layer + stage.num_layers
+        elif name == _EMBEDDING:
+            is_here = stage.is_first or stage.has_embedding_copy
+        else:
+            is_here = stage.is_last
+        if is_here:
+            found[name] = tensor
     return found
 
 

@@ -1,4 +1,4 @@
-"""A Qwen3 of Megatron-Core's layers, and the policy's forward over packs.
+"""A Qwen3 of Megatron-Core's layers, or a pipeline stage of one, and the policy's forward over packs.
 
 Rows of a pack keep their own positions, and attention is headrace's packed attention: Megatron's local attention would build a
 T × T matrix and knows one sequence only. Shapes: T tokens of a pack, N trained tokens, D hidden size, H heads, E head size.
@@ -21,6 +21,7 @@ from torch.nn.functional import silu
 
 from stages.learning.attention import PackLayout, packed_attention
 from stages.training.errors import TrainingError
+from stages.training.megatron.convert import Stage
 from stages.training.megatron.vocab_parallel import VocabularyPart, parallel_logprobs
 
 VOCABULARY_MULTIPLE = 64
@@ -76,11 +77,16 @@ class PackedCoreAttention(nn.Module):
 
 
 class MegatronForward(nn.Module):
-    """A pack to log-probs, over tensor-parallel ranks."""
+    """This rank's part of the way from a pack to log-probs: all of it, or one stage of a pipeline.
+
+    Megatron's schedules find `config`, `model_type` and `set_input_tensor` here.
+    """
 
     def __init__(self, model: GPTModel, shape: Shape) -> None:
         super().__init__()
         self.model = model
+        self.config = model.config
+        self.model_type = model.model_type
         group = cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group())
         size = shape.padded_vocabulary // group.size()
         self._pad_token_id = shape.pad_token_id
@@ -88,20 +94,25 @@ class MegatronForward(nn.Module):
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
         self._inverse_frequencies = 1.0 / shape.theta**exponents
 
+    def set_input_tensor(self, hidden_T1D: list[Tensor | None]) -> None:
+        """What the stage before sent."""
+        cast("Any", self.model).set_input_tensor(hidden_T1D)
+
     def forward(
         self, tokens_T: Tensor, layout: PackLayout, target_N: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [N] of the tokens at pack positions `target_N`, each given its row before it."""
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """Log-probs and entropies [N] of the tokens at pack positions `target_N`, each given its row before it; on a stage that
+        isn't the last, the hidden states [T, 1, D] for the next.
+        """
         model = cast("Any", self.model)  # Megatron's modules are untyped
-        hidden_T1D = model.embedding(input_ids=tokens_T[None], position_ids=None)
-        if self._pad_token_id is not None:
-            is_pad_T11 = (tokens_T == self._pad_token_id)[:, None, None]
-            hidden_T1D = torch.where(is_pad_T11, hidden_T1D.detach(), hidden_T1D)
+        hidden_T1D = self._embedded(tokens_T) if model.pre_process else None
         angles_TE = torch.outer(
             layout.position_ids_1T[0].float(), self._inverse_frequencies.to(layout.position_ids_1T.device)
         )
         rotary_T11E = torch.cat([angles_TE, angles_TE], dim=-1)[:, None, None, :]
         hidden_T1D = model.decoder(hidden_states=hidden_T1D, attention_mask=layout, rotary_pos_emb=rotary_T11E)
+        if not model.post_process:
+            return hidden_T1D
         weight_VD = (
             model.shared_embedding_or_output_weight()
             if model.share_embeddings_and_output_weights
@@ -110,14 +121,29 @@ class MegatronForward(nn.Module):
         hidden_ND = copy_to_tensor_model_parallel_region(hidden_T1D[:, 0][target_N - 1])
         return parallel_logprobs(hidden_ND, weight_VD, tokens_T[target_N], temperature, self._part)
 
+    def _embedded(self, tokens_T: Tensor) -> Tensor:
+        hidden_T1D: Tensor = cast("Any", self.model).embedding(input_ids=tokens_T[None], position_ids=None)
+        if self._pad_token_id is None:
+            return hidden_T1D
+        is_pad_T11 = (tokens_T == self._pad_token_id)[:, None, None]
+        return torch.where(is_pad_T11, hidden_T1D.detach(), hidden_T1D)
 
-def build_model(shape: Shape, dtype: torch.dtype, device: torch.device, tensor_parallel: int) -> GPTModel:
-    """The model with weights yet to be loaded.
+
+def build_model(
+    shape: Shape,
+    stage: Stage,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+) -> GPTModel:
+    """A stage's part of the model with weights yet to be loaded.
 
     Raises:
         TrainingError: a model that these layers can't be.
     """
-    check_shape(shape, tensor_parallel)
+    check_shape(shape, tensor_parallel, pipeline_parallel)
     config = TransformerConfig(
         num_layers=shape.num_hidden_layers,
         hidden_size=shape.hidden_size,
@@ -134,8 +160,13 @@ def build_model(shape: Shape, dtype: torch.dtype, device: torch.device, tensor_p
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=tensor_parallel,
+        pipeline_model_parallel_size=pipeline_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no password; the default refuses packs of any length, experts or not
+        variable_seq_lengths=True,  # packs differ in length: each sends its shape ahead
+        batch_p2p_sync=False,
+        calculate_per_token_loss=True,  # weights are global: no division by the number of micro-batches
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
         # fused kernels need CUDA extensions that Megatron-Core doesn't bring
@@ -153,13 +184,15 @@ def build_model(shape: Shape, dtype: torch.dtype, device: torch.device, tensor_p
         spec,
         vocab_size=shape.padded_vocabulary,
         max_sequence_length=shape.max_position_embeddings,
+        pre_process=stage.is_first,
+        post_process=stage.is_last,
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="none",
     )
     return model.to(device)
 
 
-def check_shape(shape: Shape, tensor_parallel: int) -> None:
+def check_shape(shape: Shape, tensor_parallel: int, pipeline_parallel: int) -> None:
     """Refuse what can't be divided or isn't a Qwen3.
 
     Raises:
@@ -182,3 +215,8 @@ def check_shape(shape: Shape, tensor_parallel: int) -> None:
             raise TrainingError(
                 f"training.megatron.tensor_parallel = {tensor_parallel} doesn't divide the model's {name} ({value})"
             )
+    if shape.num_hidden_layers % pipeline_parallel:
+        raise TrainingError(
+            f"training.megatron.pipeline_parallel = {pipeline_parallel} doesn't divide the model's num_hidden_layers "
+            f"({shape.num_hidden_layers}): stages get equally many"
+        )

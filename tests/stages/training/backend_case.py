@@ -130,25 +130,24 @@ def assert_same_gradients(found: Outcome, expected: Outcome, bound: float = 1e-5
         assert largest_difference(one, other) < bound
 
 
-def train_megatron(ranks: Ranks, case: Case, tensor_parallel: int) -> Outcome:
-    """The same over Megatron-Core; gradients come back whole, under HF names in order."""
-    from stages.training.megatron.backend import open_megatron_backend  # noqa: PLC0415 - slow to import
+def train_megatron(ranks: Ranks, case: Case, tensor_parallel: int, pipeline_parallel: int = 1) -> Outcome:
+    """The same over Megatron-Core; gradients come back whole, under HF names in order, on rank 0."""
+    from stages.training.megatron.backend import (  # noqa: PLC0415 - slow to import
+        MegatronSettings,
+        open_megatron_backend,
+    )
+    from stages.training.megatron.convert import unpad_vocabulary  # noqa: PLC0415 - in a package that imports Megatron
 
-    with open_megatron_backend(
-        settings_of(case), case.models, plan(case.budget), ranks, tensor_parallel=tensor_parallel
-    ) as backend:
+    megatron = MegatronSettings(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
+    with open_megatron_backend(settings_of(case), case.models, plan(case.budget), ranks, megatron) as backend:
         policy, placement = backend._policy, backend._placement
         gradients: list[list[np.ndarray]] = []
 
         def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
-            whole = policy._as_hf({name: p.grad for name, p in policy._named()})
+            of_stage = policy._as_hf({name: p.grad for name, p in policy._named()})
+            whole = policy._stages.collect({name: t.full_tensor() for name, t in of_stage.items()})
             gradients.append(
-                [
-                    t.full_tensor()[: policy.vocabulary].numpy().copy()
-                    if "embed" in name
-                    else t.full_tensor().numpy().copy()
-                    for name, t in whole.items()
-                ]
+                [unpad_vocabulary(whole[name], name, policy.vocabulary).numpy().copy() for name in sorted(whole)]
             )
             return placement.clip(parameters, max_norm)
 

@@ -1,5 +1,7 @@
 """Megatron-Core beside the plain backend: the same weights there and back, the same gradients, its own checkpoints."""
 
+import json
+
 import msgspec
 import numpy as np
 import pytest
@@ -12,14 +14,14 @@ from backend_case import (
     train_megatron,
 )
 from rank_processes import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training_case import SPEC
 from transformers import AutoModelForCausalLM
 
 from stages.learning.losses.config import LossConfig
 from stages.learning.losses.kl import KlPenalty
 from stages.policy.tiny import make_policy_folder
-from stages.training.megatron.convert import Heads, hf_from_megatron, megatron_from_hf, shard
+from stages.training.megatron.convert import Heads, Stage, hf_from_megatron, megatron_from_hf, of_stage, shard
 from stages.training.ranks import single_rank
 
 pytest.importorskip("megatron.core")
@@ -54,16 +56,72 @@ def test_weights_go_to_megatron_and_back_unchanged(case, num_ranks):
         assert all(torch.equal(back[name], part[name]) for name in part)
 
 
-@pytest.mark.parametrize(("num_ranks", "tensor_parallel"), [(1, 1), (2, 1), (2, 2)])
-def test_gradients_are_those_of_the_plain_backend(tmp_path, case, num_ranks, tensor_parallel):
-    found = run_ranks(num_ranks, train_megatron, case, tensor_parallel, store=tmp_path / "store")
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_stages_have_each_weight_once_but_for_a_tied_embedding(case, is_tied):
+    whole = load_file(f"{case.folder}/policy/model.safetensors")
+    if not is_tied:
+        whole["lm_head.weight"] = whole["model.embed_tokens.weight"] + 1
+    heads, places = Heads(num_kv_heads=2, head_size=16), []
+    for rank in range(2):
+        stage = Stage.of(rank, 2, num_layers=2, is_tied=is_tied)
+        part = of_stage(whole, stage)
+        there = megatron_from_hf(part, heads, stage)
+        assert "decoder.layers.0.mlp.linear_fc1.weight" in there
+        assert "decoder.layers.1.mlp.linear_fc1.weight" not in there
+        assert ("output_layer.weight" in there) == (rank == 1)
+        back = hf_from_megatron(there, heads, stage)
+        assert back.keys() == part.keys()
+        assert all(torch.equal(back[name], whole[name]) for name in part)
+        places += part
+    assert set(places) == set(whole)
+    assert {name for name in places if places.count(name) > 1} == ({"model.embed_tokens.weight"} if is_tied else set())
+
+
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2)]
+"""Ranks, tensor-parallel, pipeline-parallel."""
+
+
+def check_layout(tmp_path, case, num_ranks, tensor_parallel, pipeline_parallel):
+    found = run_ranks(num_ranks, train_megatron, case, tensor_parallel, pipeline_parallel, store=tmp_path / "store")
     alone = plain(case)
     assert_same_gradients(found[0], alone)
     assert largest_difference([found[0].weights[k] for k in alone.weights], [*alone.weights.values()]) < 1e-5
-    for name in ("grad_norm", "loss", "step_loss"):
+    for name in ("grad_norm", "loss", "step_loss", "mismatch/max"):
         assert found[0].stats[0][name] == pytest.approx(alone.stats[0][name], abs=1e-5)
-    if tensor_parallel == 2:
-        assert [one.num_rows for one in found] == [14, 14]
+    if num_ranks == tensor_parallel * pipeline_parallel:
+        assert [one.num_rows for one in found] == [14] * num_ranks
+
+
+@pytest.mark.parametrize(("num_ranks", "tensor_parallel", "pipeline_parallel"), LAYOUTS)
+def test_gradients_are_those_of_the_plain_backend(tmp_path, case, num_ranks, tensor_parallel, pipeline_parallel):
+    check_layout(tmp_path, case, num_ranks, tensor_parallel, pipeline_parallel)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("tensor_parallel", "pipeline_parallel"), [(2, 2), (1, 2), (1, 4)])
+def test_four_ranks_divide_the_model_in_both_ways(tmp_path, case, tensor_parallel, pipeline_parallel):
+    deeper = msgspec.structs.replace(SPEC, num_heads=4, num_kv_heads=2, head_dim=16, num_layers=4)
+    make_policy_folder(tmp_path / "policy", deeper)
+    check_layout(tmp_path, case, 4, tensor_parallel, pipeline_parallel)
+
+
+def test_stages_with_an_output_matrix_of_its_own(tmp_path, case):
+    folder = tmp_path / "policy"
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = 0.2 * torch.randn(embedding.shape, generator=torch.Generator().manual_seed(1))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    check_layout(tmp_path, case, 2, 1, 2)
+
+
+def test_layers_that_stages_cannot_share_are_refused(tmp_path, case):
+    make_policy_folder(tmp_path / "policy", msgspec.structs.replace(SPEC, num_layers=3))
+    with pytest.raises(
+        AssertionError, match=r"pipeline_parallel = 2 doesn't divide the model's num_hidden_layers \(3\)"
+    ):
+        run_ranks(2, train_megatron, case, 1, 2, store=tmp_path / "store")
 
 
 def test_a_data_parallel_rank_without_rows_takes_part_with_nothing(tmp_path, case):
@@ -73,19 +131,34 @@ def test_a_data_parallel_rank_without_rows_takes_part_with_nothing(tmp_path, cas
     assert_same_gradients(found[0], plain(few))
 
 
-def test_entropy_reference_and_other_budgets_change_no_gradient(tmp_path, case):
+@pytest.mark.nightly
+def test_pipelines_without_rows_take_part_with_nothing(tmp_path, case):
+    few = msgspec.structs.replace(case, num_rows=1, mini_batches=1)
+    found = run_ranks(4, train_megatron, few, 1, 2, store=tmp_path / "store")
+    assert sorted(one.num_rows for one in found) == [0, 0, 1, 1]
+    assert_same_gradients(found[0], plain(few))
+
+
+@pytest.mark.parametrize(("tensor_parallel", "pipeline_parallel"), [(2, 1), (1, 2)])
+def test_entropy_reference_and_other_budgets_change_no_gradient(tmp_path, case, tensor_parallel, pipeline_parallel):
     penalised = msgspec.structs.replace(
         case, loss=LossConfig(kl_penalty=KlPenalty(coef=0.1), entropy_coef=0.01, proximal="recompute")
     )
-    found = run_ranks(2, train_megatron, msgspec.structs.replace(penalised, budget=60), 2, store=tmp_path / "store")
+    other = msgspec.structs.replace(penalised, budget=60)
+    found = run_ranks(2, train_megatron, other, tensor_parallel, pipeline_parallel, store=tmp_path / "store")
     assert_same_gradients(found[0], plain(penalised))
 
 
-def test_a_checkpoint_of_two_tensor_parallel_ranks_is_continued_by_one(tmp_path, case):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 2, 1), (1, 1, 1)), ((2, 1, 2), (1, 1, 1)), ((1, 1, 1), (2, 1, 2)), ((2, 1, 2), (2, 2, 1))],
+)
+def test_a_checkpoint_is_continued_by_ranks_that_share_the_model_otherwise(tmp_path, case, before, after):
     straight = plain(msgspec.structs.replace(case, last_step=2))
     kept = msgspec.structs.replace(case, checkpoint_every=1)
-    run_ranks(2, train_megatron, kept, 2, store=tmp_path / "store")
-    found = run_ranks(1, train_megatron, msgspec.structs.replace(kept, last_step=2), 1, store=tmp_path / "store")
-    assert found[0].resumed == 1
+    run_ranks(before[0], train_megatron, kept, *before[1:], store=tmp_path / "store")
+    further = msgspec.structs.replace(kept, last_step=2)
+    found = run_ranks(after[0], train_megatron, further, *after[1:], store=tmp_path / "store")
+    assert [one.resumed for one in found] == [1] * after[0]
     assert largest_difference([found[0].weights[k] for k in straight.weights], [*straight.weights.values()]) < 1e-6
     assert all(np.isfinite(w).all() for w in found[0].weights.values())
