@@ -16,7 +16,7 @@ import pytest
 
 from broker.api import Broker
 from ops.connection import connect_to
-from ops.run_folder import RunFolder, RunFolderError
+from ops.run_folder import Endpoints, RunFolder, RunFolderError
 from pipeline.log import RunLog
 from schemas.topics import STEP_TRAINED
 
@@ -62,16 +62,19 @@ class RunProcess:
         async with connect_to(self.folder.read_endpoints(), name="test") as broker:
             yield broker
 
+    async def wait_for_endpoints(self) -> Endpoints:
+        """Where its broker is, once it says so."""
+        while True:
+            try:
+                return self.folder.read_endpoints()
+            except RunFolderError:
+                assert self.process.returncode is None, self.stderr.decode()
+                await anyio.sleep(0.02)
+
     async def wait_for_step(self, step: int, *, deadline_s: float = 90.0) -> None:
         """Return when a step was trained."""
         with anyio.fail_after(deadline_s):
-            while True:
-                try:
-                    endpoints = self.folder.read_endpoints()
-                    break
-                except RunFolderError:
-                    assert self.process.returncode is None, self.stderr.decode()
-                    await anyio.sleep(0.02)
+            endpoints = await self.wait_for_endpoints()
             async with connect_to(endpoints, name="test") as broker, RunLog(broker).read([STEP_TRAINED]) as entries:
                 async for entry in entries:
                     if getattr(entry.message, "step", 0) >= step:
