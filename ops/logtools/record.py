@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -9,9 +10,13 @@ from typing import Final
 
 import anyio
 import anyio.to_thread
+import structlog
 
 from broker.api import Broker
 from broker.recording import Recorder, RecorderFigures, RecorderSettings, RecordingWriter, new_header, parse_rule
+from pipeline.holds import held
+
+log = structlog.get_logger("headrace.record")
 
 DEFAULT_ROTATE_BYTES: Final = 4 * 1024**3
 
@@ -27,7 +32,8 @@ async def record_run(
     stop: anyio.Event | None = None,
     on_started: Callable[[Recorder], Coroutine[None, None, None]] | None = None,
 ) -> RecorderFigures:
-    """Record a run's log with its payloads; a file that stands at `path` is gone on with.
+    """Record a run's log with its payloads; a file that stands at `path` is gone on with. What is not yet in the file is held on
+    the log meanwhile.
 
     Args:
         rules: redaction rules, see broker.recording.redaction.
@@ -38,6 +44,7 @@ async def record_run(
     Raises:
         ConfigError: a rule that can't be used.
         RecordingError: `path` can't be appended to.
+        BrokerError: the broker is away.
     """
     parsed = [parse_rule(rule) for rule in rules]
     settings = settings or RecorderSettings()
@@ -45,18 +52,30 @@ async def record_run(
         broker.run, headrace_version=installed_version(), redactions=list(rules), weights=settings.weights
     )
     writer = await anyio.to_thread.run_sync(lambda: RecordingWriter.open(Path(path), header, rotate_bytes=rotate_bytes))
-    recorder = Recorder(broker, writer, settings, rules=parsed)
     try:
-        async with anyio.create_task_group() as tasks:
-            if stop is not None:
-                tasks.start_soon(_stop_when, stop, recorder)
-            if on_started is not None:
-                tasks.start_soon(on_started, recorder)
-            await recorder.run(follow=follow)
-            tasks.cancel_scope.cancel()
+        first = writer.last_sequence + 1
+        async with held(broker, f"recorder.{Path(path).name}", sequence=first, what=_what(path), own=False) as hold:
+            if hold.purged_below > first:
+                log.warning("messages were purged before they could be recorded", first=first, below=hold.purged_below)
+
+            async def move(last_sequence: int) -> None:
+                hold.move(last_sequence + 1)
+
+            recorder = Recorder(broker, writer, settings, rules=parsed, on_written=move)
+            async with anyio.create_task_group() as tasks:
+                if stop is not None:
+                    tasks.start_soon(_stop_when, stop, recorder)
+                if on_started is not None:
+                    tasks.start_soon(on_started, recorder)
+                await recorder.run(follow=follow)
+                tasks.cancel_scope.cancel()
     finally:
         writer.close()
     return recorder.figures
+
+
+def _what(path: str | Path) -> str:
+    return f"recorder of {Path(path).name} on {socket.gethostname()}"
 
 
 async def _stop_when(stop: anyio.Event, recorder: Recorder) -> None:
