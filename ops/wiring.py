@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+import anyio
+
 from broker.api import ConsumerSettings
 from ops.adapters import LogWeights
 from ops.config import assembly_settings, run_streams, sampling_settings
 from ops.evaluations import following
+from ops.store_readers import StoreReaders
 from ops.streams import list_streams
 from ops.workers.arena import run_arena_launch
 from ops.workers.context import WorkerContext
@@ -32,6 +35,7 @@ from stages.rewards.map_rewards import RewardSettings, map_rewards
 from stages.rewards.transforms import load_rewards
 from stages.sampling.fold import SamplingFold
 from stages.weights.broadcast import broadcast_weights
+from stages.weights.shelf import Shelf
 
 LIGHT_STAGES: Final = ("sampling", "fan_out", "arena_launch", "rewards", "assembly", "weights")
 FROM_RUN_STAGES: Final = ("bridge", "assembly", "trainer")
@@ -131,15 +135,21 @@ async def _assembly(context: WorkerContext) -> None:
 
 
 async def _weights(context: WorkerContext) -> None:
-    stage = bind(
-        broadcast_weights,
-        payloads=context.payloads,
-        published=LogWeights(context.log),
-        weights_dir=str(context.folder.weights),
-        through_store=context.config.training.weights_through_store,
-        keep_versions=context.config.training.keep_weight_versions,
-    )
+    training = context.config.training
+    readers = StoreReaders(context.broker, hold_s=training.hold_weights_s)
+    shelf = None
+    if training.weights_through_store:
+        shelf = Shelf(
+            context.payloads,
+            LogWeights(context.log),
+            keep_versions=training.keep_weight_versions,
+            held=readers.held,
+        )
+    stage = bind(broadcast_weights, payloads=context.payloads, shelf=shelf, weights_dir=str(context.folder.weights))
     settings = RunnerSettings(consumer=ConsumerSettings(prefetch=2, ack_wait_s=30.0))
     runner = StageRunner(stage, context.broker, context.metrics("weights"), settings)
     context.on_drain(runner.drain)
-    await runner.run()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(readers.listen)
+        await runner.run()
+        tasks.cancel_scope.cancel()

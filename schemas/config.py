@@ -164,6 +164,8 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Environment variable with the key that the servers want; empty = they want none."""
     wait_deadline_s: float = 120.0
     """How long a call waits for an engine that has room and confirmed the version it needs."""
+    weights_cache: str = ""
+    """Folder on each node's own disk for weights from the payload store; empty = `cache/weights` of the run's folder."""
 
 
 class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -286,6 +288,9 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     weights_through_store: bool = True
     """Put each version's file into the payload store, for engines that don't share the run's folder."""
     keep_weight_versions: int = 4
+    """The newest ones, in the run's folder and in the payload store; older ones only while an engine reads them."""
+    hold_weights_s: float = 900.0
+    """The longest that an engine that is reading an old version keeps it."""
     standin_step_s: float = 0.0
     """Stand-in only: simulated duration of a step."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -154,15 +154,47 @@ class InferenceEngine(TokenSource, Protocol):
     async def resume(self) -> None: ...
 
     async def load_weights(self, directory: str, version: int, mode: SwapMode) -> None:
-        """Serve the weights of a HF folder (safetensors) from now on.
+        """Serve the weights of a HF folder (safetensors) from now on; no prefix cached under former weights is used for
+        requests that come later.
 
         Raises:
-            WeightsRefusedError: names, shapes or files don't fit; the old weights still serve.
-            EngineUnavailableError: the engine must be replaced.
+            WeightsRefusedError: names, shapes or files don't fit, or the swap was given up; the old weights still serve.
+            EngineUnavailableError: its weights are not known to be whole any more: it must not be asked until a load
+                succeeds.
         """
         ...
 
-    async def health(self) -> EngineHealth: ...
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """An engine that can serve a LoRA adapter on top of the weights that it started with."""
+
+    async def load_adapter(self, directory: str, version: int, mode: SwapMode) -> None:
+        """Serve version 0 with the adapter of a folder (peft's adapter_config.json and adapter_model.safetensors) from now
+        on, as `load_weights` does with whole weights, and with its errors.
+        """
+        ...
+
+
+@runtime_checkable
+class Sleeps(Protocol):
+    """An engine that can give up its accelerator memory for a while, for a trainer on the same machine."""
+
+    async def sleep(self) -> None:
+        """Sample no further token and free what can be freed until `wake`; requests stay, or end with reason abort.
+
+        Raises:
+            EngineUnavailableError: it did not go to sleep.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Go on with the weights that it had.
+
+        Raises:
+            EngineUnavailableError: it did not wake up.
+        """
+        ...
 
 
 class TemplateError(Exception):

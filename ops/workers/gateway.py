@@ -23,6 +23,7 @@ from schemas.errors import ConfigError
 from schemas.messages.training import WeightsPublished
 from schemas.topics import WEIGHTS_PUBLISHED
 from stages.clients.forwarding import HttpForwarder, forwarding_client
+from stages.engine.gate import GatedEngine
 from stages.engine.scripted import Script, ScriptedEngine
 from stages.gateway.gateway import Gateway
 from stages.gateway.serve import serve_gateway
@@ -53,20 +54,22 @@ async def run_gateway(context: WorkerContext) -> None:
         forwarding_client() as http,
     ):
         peers = LivePeers(context.broker, HttpForwarder(http))
+        gated = GatedEngine(engine)
         receiver = Receiver(
             engine,
             context.payloads,
-            cache_dir=str(context.folder.cache / "weights"),
+            cache_dir=weights_cache(context),
             mode=SwapMode(config.engine.swap),
             incarnation=incarnation,
             say=context.log.publish,
             metrics=metrics,
+            on_state=gated.be,
         )
         metrics.wait_for("the current weights")
         sequence = await _catch_up(context, receiver)
         gateway = Gateway(
             _settings(context, f"gw-{incarnation}"),
-            engine=engine,
+            engine=gated,
             tokenizer=load_tokenizer(policy_folder(config, context.folder)),
             recorder=LogRecorder(context.log),
             payloads=context.payloads,
@@ -90,6 +93,11 @@ async def run_gateway(context: WorkerContext) -> None:
         async with serve_sessions(context.broker, gateway, gateway.settings.name):
             await context.draining.wait()
         tasks.cancel_scope.cancel()
+
+
+def weights_cache(context: WorkerContext) -> str:
+    """The folder that all engines of this node fetch weights into."""
+    return context.config.engine.weights_cache or str(context.folder.cache / "weights")
 
 
 async def _serve(gateway: Gateway, context: WorkerContext, ready: Callable[[str], None]) -> None:

@@ -20,7 +20,7 @@ from stages.training.loop import FollowerLease, LoopSettings, TrainerLoop
 from stages.training.metric_sinks import MetricSink, TensorBoardSink
 from stages.training.ports import TrainerBackend
 from stages.training.standin import StandInBackend
-from stages.weight_files.folders import prune
+from stages.weight_files.holds import prune
 
 log = structlog.get_logger("headrace.trainer")
 
@@ -78,10 +78,13 @@ async def _latest_start(context: WorkerContext) -> int:
 
 
 def _pruner(context: WorkerContext) -> Callable[[int], Awaitable[None]]:
-    keep = context.config.training.keep_weight_versions
+    training, weights_dir = context.config.training, str(context.folder.weights)
 
     async def after(step: int) -> None:
-        await anyio.to_thread.run_sync(lambda: prune(str(context.folder.weights), keep_from_version=step - keep + 1))
+        first = step - training.keep_weight_versions + 1
+        await anyio.to_thread.run_sync(
+            lambda: prune(weights_dir, keep_from_version=first, hold_s=training.hold_weights_s)
+        )
 
     return after
 

@@ -118,11 +118,48 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
     """64-bit xxh3 of the tensor's bytes, 16 hex digits."""
 
 
+class WeightFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file of a version's folder, besides the one that holds the tensors (config, tokenizer …)."""
+
+    name: str
+    size_bytes: int
+    xxh3: str
+    """64-bit xxh3 of its bytes, 16 hex digits."""
+
+
 class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
     """All tensors of a version: what a receiver checks before it touches an engine."""
 
     tensors: list[Tensor]
     total_bytes: int
+    """Size of the file that holds them."""
+    file: str = "model.safetensors"
+    """Its name: `adapter_model.safetensors` where only an adapter is published."""
+    files: list[WeightFile] = []
+    """The folder's other files."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of a file in the payload store."""
+
+    offset: int
+    size_bytes: int
+    id: str
+    """Content address: equal pieces of two versions are stored and fetched once."""
+
+
+class PartedFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file of a version's folder as pieces, in order and without gaps."""
+
+    name: str
+    size_bytes: int
+    parts: list[Part]
+
+
+class WeightParts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the payload store holds a version's folder, piece by piece. Pieces begin where tensors begin."""
+
+    files: list[PartedFile]
 
 
 class WeightsPublished(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,9 +172,13 @@ class WeightsPublished(msgspec.Struct, frozen=True, kw_only=True):
     manifest: PayloadRef
     """WeightsManifest."""
     file: PayloadRef | None = None
-    """The safetensors file in the payload store; None when only the directory holds it."""
+    """The safetensors file as one payload. Read, but not written any more: see `parts`."""
     directory: str = ""
     """A folder that an engine on this node or a shared file system can load; empty if none."""
+    parts: PayloadRef | None = None
+    """WeightParts: the folder's files in the payload store; None when only the directory holds them."""
+    adapter: bool = False
+    """The folder holds a LoRA adapter (peft's files and keys) on top of version 0 instead of whole weights."""
 
 
 class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from stages.ports import (
     GenerateRequest,
     SwapMode,
     TokenChunk,
+    WeightsRefusedError,
 )
 
 
@@ -170,8 +171,9 @@ class BuiltinEngine:
         """Serve the weights of a HF folder from now on.
 
         Raises:
-            WeightsRefusedError: Names, shapes or files don't fit; the old weights still serve.
-            EngineUnavailableError: The engine failed, or the swap took longer than `swap_timeout_s`.
+            WeightsRefusedError: Names, shapes or files don't fit, or requests did not drain within `swap_timeout_s`; the old
+                weights still serve.
+            EngineUnavailableError: The engine failed.
         """
         async with self._swap_turn:
             weights = await anyio.to_thread.run_sync(read_weights, directory, self._shape)
@@ -184,7 +186,7 @@ class BuiltinEngine:
                 with anyio.fail_after(self._settings.swap_timeout_s):
                     await swap.done.wait()
             except TimeoutError as error:
-                raise EngineUnavailableError(
+                raise WeightsRefusedError(
                     f"{self._sampler.num_running} requests did not end within {self._settings.swap_timeout_s} s: "
                     f"version {version} is not loaded; use recompute, in_place or abort"
                 ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Final
 
@@ -15,12 +14,11 @@ def version_folder(weights_dir: str, version: int, generation: int) -> str:
     return str(Path(weights_dir) / f"v{version:07d}-g{generation}")
 
 
-def prune(weights_dir: str, *, keep_from_version: int) -> list[str]:
-    """Delete the folders of versions below `keep_from_version`; what was deleted."""
-    deleted: list[str] = []
-    for path in sorted(Path(weights_dir).glob("v*-g*")):
+def versions_in(weights_dir: str) -> list[tuple[int, int, Path]]:
+    """(version, generation, folder) of what lies there, ascending."""
+    found: list[tuple[int, int, Path]] = []
+    for path in Path(weights_dir).glob("v*-g*"):
         match = _NAME.fullmatch(path.name)
-        if match is not None and int(match[1]) < keep_from_version:
-            shutil.rmtree(path, ignore_errors=True)
-            deleted.append(path.name)
-    return deleted
+        if match is not None:
+            found.append((int(match[1]), int(match[2]), path))
+    return sorted(found)

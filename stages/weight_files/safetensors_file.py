@@ -6,16 +6,19 @@ The format: 8 bytes little-endian length, a JSON header name → {dtype, shape, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import msgspec
 import xxhash
 
-from schemas.messages.training import Tensor, WeightsManifest
+from schemas.messages.training import Tensor, WeightFile, WeightsManifest
 from stages.ports import WeightsRefusedError
 
 FILE_NAME: Final = "model.safetensors"
+ADAPTER_FILE_NAME: Final = "adapter_model.safetensors"
+"""Under which peft and the servers look for an adapter's tensors."""
 _MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
 _CHUNK_BYTES: Final = 4 * 1024 * 1024
 
@@ -24,6 +27,32 @@ class _Entry(msgspec.Struct, frozen=True):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
+
+
+def tensor_file(folder: str | Path) -> Path:
+    """The file of a version's folder that holds its tensors: whole weights, or an adapter's where there is nothing else."""
+    whole, adapter = Path(folder) / FILE_NAME, Path(folder) / ADAPTER_FILE_NAME
+    return adapter if adapter.exists() and not whole.exists() else whole
+
+
+def read_folder(folder: str | Path) -> WeightsManifest:
+    """What lies in a version's folder: its tensors, and the checksums of the other files directly in it.
+
+    Raises:
+        WeightsRefusedError: the tensors' file is missing, truncated or no safetensors file, or a file can't be read.
+    """
+    path = tensor_file(folder)
+    manifest = read_manifest(path)
+    others: list[WeightFile] = []
+    try:
+        for other in sorted(Path(folder).iterdir()):
+            if other.is_file() and other.name != path.name and not other.name.startswith("."):
+                with other.open("rb") as file:
+                    size_bytes = other.stat().st_size
+                    others.append(WeightFile(other.name, size_bytes, _checksum(file, 0, size_bytes)))
+    except OSError as error:
+        raise WeightsRefusedError(f"{folder}: expected a folder of weights that can be read, found: {error}") from error
+    return msgspec.structs.replace(manifest, file=path.name, files=others)
 
 
 def read_manifest(path: Path) -> WeightsManifest:
@@ -39,7 +68,7 @@ def read_manifest(path: Path) -> WeightsManifest:
         raise WeightsRefusedError(f"{path}: expected a safetensors file, found: {error}") from error
 
 
-def _manifest(path: Path, file: BinaryIO, size_bytes: int) -> WeightsManifest:
+def _manifest(path: Path, file: BufferedReader, size_bytes: int) -> WeightsManifest:
     if size_bytes < 8:
         raise WeightsRefusedError(f"{path}: truncated: {size_bytes} bytes, not even a header length")
     header_bytes = int.from_bytes(file.read(8), "little")
@@ -75,15 +104,16 @@ def _manifest(path: Path, file: BinaryIO, size_bytes: int) -> WeightsManifest:
     return WeightsManifest(tensors=tensors, total_bytes=size_bytes)
 
 
-def _checksum(file: BinaryIO, start: int, size_bytes: int) -> str:
+def _checksum(file: BufferedReader, start: int, size_bytes: int) -> str:
     state = xxhash.xxh3_64()
     file.seek(start)
+    buffer = memoryview(bytearray(min(size_bytes, _CHUNK_BYTES)))
     while size_bytes > 0:
-        chunk = file.read(min(size_bytes, _CHUNK_BYTES))
-        if not chunk:
+        found = file.readinto(buffer[: min(size_bytes, _CHUNK_BYTES)])
+        if not found:
             break
-        state.update(chunk)
-        size_bytes -= len(chunk)
+        state.update(buffer[:found])
+        size_bytes -= found
     return state.hexdigest()
 
 
@@ -97,7 +127,8 @@ def check_against(found: WeightsManifest, expected: WeightsManifest, where: str)
     """Compare a file with what was published.
 
     Raises:
-        WeightsRefusedError: names the first tensor that is missing, unknown, of another shape or type, or damaged.
+        WeightsRefusedError: names the first tensor that is missing, unknown, of another shape or type, or damaged, or
+            the first file that is.
     """
     have = {tensor.name: tensor for tensor in found.tensors}
     want = {tensor.name: tensor for tensor in expected.tensors}
@@ -114,4 +145,18 @@ def check_against(found: WeightsManifest, expected: WeightsManifest, where: str)
         if other.xxh3 != tensor.xxh3:
             raise WeightsRefusedError(
                 f"{where}: tensor {name}: expected the checksum {tensor.xxh3}, found {other.xxh3}; the copy is damaged"
+            )
+    _check_files(found, expected, where)
+
+
+def _check_files(found: WeightsManifest, expected: WeightsManifest, where: str) -> None:
+    have = {file.name: file for file in found.files}
+    for file in expected.files:
+        other = have.get(file.name)
+        if other is None:
+            raise WeightsRefusedError(f"{where}: {file.name} was published with these weights and is missing")
+        if other != file:
+            raise WeightsRefusedError(
+                f"{where}: {file.name}: expected {file.size_bytes} bytes with the checksum {file.xxh3}, found "
+                f"{other.size_bytes} with {other.xxh3}; the copy is damaged"
             )

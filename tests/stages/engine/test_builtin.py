@@ -158,7 +158,7 @@ async def test_a_drain_that_takes_too_long_fails_and_the_old_weights_serve_on(en
         async with aclosing(served.generate(ask("a", 400))) as chunks:
             await anext(chunks)
             await served.pause()
-            with pytest.raises(EngineUnavailableError, match="version 1 is not loaded"):
+            with pytest.raises(WeightsRefusedError, match="version 1 is not loaded"):
                 await served.load_weights(folders[1], 1, SwapMode.DRAIN)
             await served.resume()
             assert {chunk.version async for chunk in chunks} == {0}
