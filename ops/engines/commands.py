@@ -105,6 +105,8 @@ def _sglang(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         *("--host", settings.host, "--port", str(settings.port)),
         *("--dtype", settings.dtype, "--context-length", str(settings.max_context)),
         *("--max-running-requests", str(settings.max_running_requests)),
+        # a stream tells what is new, not all from the start each time
+        "--incremental-streaming-output",
     ]
     env: dict[str, str] = {}
     if settings.device == "cpu":
