@@ -47,7 +47,10 @@ async def list_streams(context: WorkerContext) -> None:
     for stream in missing:
         if stream.runner is StreamRunner.VERIFIERS:
             await _publish(context, stream, await _rows_of_environment(context, stream))
-        elif stream.runner is StreamRunner.FUNCTION and stream.rows:
+        elif stream.runner is StreamRunner.ONLINE and stream.rows.isdecimal():
+            tasks = [StreamRow(data_id=str(number)) for number in range(int(stream.rows))]
+            await _publish(context, stream, tasks)
+        elif stream.rows:
             await _publish(context, stream, await _store(context, _prompts(stream)))
 
 

@@ -50,6 +50,8 @@ class StreamRunner(StrEnum):
     """The user's own async function, in a process pool."""
     VERIFIERS = "verifiers"
     """A verifiers environment."""
+    ONLINE = "online"
+    """The user's own service: it opens sessions over HTTP, works, and sets their rewards."""
 
 
 class WhenEmpty(StrEnum):
@@ -92,12 +94,17 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Other runners: interpreter of the processes, where the agent needs packages of its own; empty: this one."""
     rows: str = ""
     """Other runners: where the stream's rows come from, as `headrace publish prompts` takes them (a .jsonl file …); empty: they
-    are published. For a verifiers taskset the number of its tasks, empty: all.
+    are published. For a verifiers taskset the number of its tasks, empty: all. For an online stream whose service brings tasks of
+    its own: the number of groups that make an epoch.
     """
     open: bool = False
     """Its rows are drawn as they are published, once each, instead of from a list that is read or closed before."""
     when_empty: WhenEmpty = WhenEmpty.PASS
     """Open streams: `pass`, or `wait` for prompts when its turn comes."""
+    claim_deadline_s: float = 1800.0
+    """Online: a slot that no session claimed for so long, counted from its group's issue or latest claim, ends unclaimed."""
+    reward_deadline_s: float = 600.0
+    """Online: a session that has no reward so long after its end is not trained on, and its slot waits for another one."""
     harness: str = ""
     """"key@version"; empty takes the stream's own default."""
     llm_protocol: LlmProtocol | None = None
@@ -242,7 +249,9 @@ def _check_stream(path: str, stream: StreamConfig) -> None:
 
 
 def _check_runner(path: str, stream: StreamConfig) -> None:
-    if stream.runner is not StreamRunner.ARENA and not stream.agent:
+    if stream.runner is StreamRunner.ONLINE:
+        _check_online(path, stream)
+    elif stream.runner is not StreamRunner.ARENA and not stream.agent:
         raise ConfigError(f"{path}.agent: found none, expected one for runner {stream.runner.value!r}")
     if stream.runner is StreamRunner.FUNCTION and not _IMPORT_PATH.fullmatch(stream.agent):
         raise ConfigError(f"{path}.agent: found {stream.agent!r}, expected package.module:function")
@@ -254,15 +263,29 @@ def _check_runner(path: str, stream: StreamConfig) -> None:
         raise ConfigError(
             f"{path}.rows: found {stream.rows!r}, expected a number of the taskset's tasks, or none for all"
         )
-    if stream.open and (stream.runner is not StreamRunner.FUNCTION or stream.rows or stream.evaluate_every_versions):
+    opens = (StreamRunner.FUNCTION, StreamRunner.ONLINE)
+    if stream.open and (stream.runner not in opens or stream.rows or stream.evaluate_every_versions):
         raise ConfigError(
-            f"{path}.open: expected runner 'function', no rows and no evaluate_every_versions: an open stream's rows are "
+            f"{path}.open: expected runner 'function' or 'online', no rows and no evaluate_every_versions: an open stream's rows are "
             "published while the run goes on"
         )
     if stream.agent_processes < 1:
         raise ConfigError(f"{path}.agent_processes: found {stream.agent_processes}, expected at least 1")
     if not (math.isfinite(stream.agent_timeout_s) and stream.agent_timeout_s > 0):
         raise ConfigError(f"{path}.agent_timeout_s: found {stream.agent_timeout_s}, expected a finite number > 0")
+
+
+def _check_online(path: str, stream: StreamConfig) -> None:
+    if stream.agent:
+        raise ConfigError(f"{path}.agent: the user's own service plays an online stream; expected none")
+    if stream.rows.isdecimal() and (not int(stream.rows) or stream.evaluate_every_versions):
+        raise ConfigError(
+            f"{path}.rows: found {stream.rows}, expected at least one group an epoch, or the tasks themselves: an evaluation "
+            "stream needs tasks to hand out"
+        )
+    for name, seconds in (("claim", stream.claim_deadline_s), ("reward", stream.reward_deadline_s)):
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ConfigError(f"{path}.{name}_deadline_s: found {seconds}, expected a finite number > 0")
 
 
 class _StreamList(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

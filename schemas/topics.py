@@ -33,11 +33,15 @@ EPISODE_ACCEPTED: Final = Topic(
     lambda m: (m.group, m.slot, m.attempt, m.launch_try),
     "group.slot.attempt.try",
 )
+SESSION_CLAIMED: Final = Topic("session.claimed", r.SessionClaimed, lambda m: (m.claim, m.ordinal), "claim.ordinal")
 SESSION_OPENED: Final = Topic("session.opened", r.SessionOpened, lambda m: (m.session, m.gateway), "session.gateway")
 INTERACTION_RECORDED: Final = Topic(
     "interaction.recorded", r.InteractionRecorded, lambda m: (m.session, m.ordinal), "session.ordinal"
 )
 SESSION_CLOSED: Final = Topic("session.closed", r.SessionClosed, lambda m: (m.session,), "session")
+SESSION_REWARDED: Final = Topic(
+    "session.rewarded", r.SessionRewarded, lambda m: (m.session, m.ordinal), "session.ordinal"
+)
 EPISODE_ENDED: Final = Topic(
     "episode.ended", r.EpisodeEnded, lambda m: (m.group, m.slot, m.attempt), "group.slot.attempt"
 )
@@ -72,9 +76,11 @@ TOPICS: Final[tuple[Topic[msgspec.Struct], ...]] = (
     EPISODE_REQUESTED,
     EPISODE_LAUNCHED,
     EPISODE_ACCEPTED,
+    SESSION_CLAIMED,
     SESSION_OPENED,
     INTERACTION_RECORDED,
     SESSION_CLOSED,
+    SESSION_REWARDED,
     EPISODE_ENDED,
     TRAJECTORY_READY,
     GROUP_CLOSED,

@@ -47,6 +47,7 @@ class GroupFacts:
         self.opened: Final[dict[str, list[At[r.SessionOpened]]]] = {}
         self.calls: Final[dict[str, dict[int, At[r.InteractionRecorded]]]] = {}
         self.session_closed: Final[dict[str, At[r.SessionClosed]]] = {}
+        self.rewarded: Final[dict[str, dict[int, At[r.SessionRewarded]]]] = {}
         self.letters: Final[list[At[s.DeadLetter]]] = []
         self.retries: Final[list[At[s.DeadRetry]]] = []
         self.drops: Final[list[At[s.DeadDropped]]] = []
@@ -118,6 +119,9 @@ class GroupFacts:
             case r.SessionClosed():
                 found = _at(message, record)
                 self.session_closed.setdefault(message.session, found)
+            case r.SessionRewarded():
+                rewards = self.rewarded.setdefault(message.session, {})
+                rewards.setdefault(message.ordinal, _at(message, record))
             case _:
                 pass
 

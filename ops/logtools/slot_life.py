@@ -8,7 +8,8 @@ import msgspec
 
 from ops.logtools.facts import At, GroupFacts, StepFacts
 from ops.logtools.lives import Event, Fate
-from schemas.messages.rollout import EpisodeEnded, InteractionRecorded, Trajectory
+from schemas.config_arena import StreamRunner
+from schemas.messages.rollout import EpisodeEnded, InteractionRecorded, SessionRewarded, Trajectory
 
 M = TypeVar("M", bound=msgspec.Struct)
 _MANY_CALLS: Final = 12
@@ -42,7 +43,11 @@ def _attempt_events(facts: GroupFacts, slot: int, attempt: int, before: float | 
     for launch in (launch for key, launch in facts.launched.items() if key[:2] == (slot, attempt)):
         tried = launch.message.launch_try
         detail = f"session {launch.message.session}" + (f", try {tried}" if tried else "")
-        events.append(event(launch, "launched", detail, who, before, "a launch worker with a free place"))
+        if launch.message.route == StreamRunner.ONLINE:
+            detail += f", task {launch.message.model_name}" if launch.message.model_name else ""
+            events.append(event(launch, "claimed", detail, who, before, "a session to claim it"))
+        else:
+            events.append(event(launch, "launched", detail, who, before, "a launch worker with a free place"))
         before = launch.time_s
         accepted = facts.accepted.get((slot, attempt, tried))
         if accepted is not None:
@@ -89,7 +94,18 @@ def session_events(facts: GroupFacts, session: str, before: float | None) -> lis
         detail += f", {message.late_drops} calls came too late" if message.late_drops else ""
         detail += ", lossy recording" if message.lossy else ""
         events.append(event(closed, "session closed", detail, session, before, "the agent to end"))
+    for _, rewarded in sorted(facts.rewarded.get(session, {}).items()):
+        events.append(event(rewarded, "reward set", _reward_text(rewarded.message), session, before, "the service"))
     return sorted(events, key=lambda event: event.sequence)
+
+
+def _reward_text(rewarded: SessionRewarded) -> str:
+    """A reward in a line."""
+    if rewarded.discard:
+        return "discarded: the slot waits for another session"
+    parts = [f"score {rewarded.score:g}"] if rewarded.score is not None else []
+    parts += [f"{len(rewarded.turn_rewards)} turn rewards"] if rewarded.turn_rewards else []
+    return ", ".join(parts) + ("" if rewarded.final else ", more may follow")
 
 
 def call_text(call: InteractionRecorded) -> str:
@@ -251,8 +267,13 @@ def slot_waits_for(facts: GroupFacts, slot: int) -> str:
         return "reward mapping" if ended.message.final else f"attempt {attempt + 1} to be asked for"
     launches = [launch for key, launch in facts.launched.items() if key[:2] == (slot, attempt)]
     if not launches:
-        return "a launch worker with a free place"
+        return "a launch worker with a free place (in an online stream: a session)"
     launch = launches[-1].message
+    if launch.route == StreamRunner.ONLINE:
+        calls = len(facts.calls.get(launch.session, {}))
+        if launch.session not in facts.session_closed:
+            return f"its service to go on with session {launch.session}, after {calls} calls"
+        return f"its service to set the reward of session {launch.session}"
     if (slot, attempt, launch.launch_try) not in facts.accepted and launch.session not in facts.opened:
         return "the Arena to take the launch"
     if launch.session not in facts.opened:

@@ -12,13 +12,16 @@ import anyio
 import structlog
 
 from ops.adapters import LogRecorder
+from ops.config import run_streams
 from ops.gateway_peers import NAME_LABEL, URL_LABEL, LivePeers
+from ops.online.service import OnlineService
 from ops.policy_folder import policy_folder
 from ops.secrets import CONTROL_KEY_ENV, GENERATION_KEY_ENV
 from ops.session_calls import serve_sessions
 from ops.workers.context import WorkerContext
 from pipeline.metrics import Metrics
 from schemas.config import EngineKind
+from schemas.config_arena import StreamRunner
 from schemas.errors import ConfigError
 from schemas.messages.training import WeightsPublished
 from schemas.topics import WEIGHTS_PUBLISHED
@@ -67,18 +70,23 @@ async def run_gateway(context: WorkerContext) -> None:
         )
         metrics.wait_for("the current weights")
         sequence = await _catch_up(context, receiver)
+        name = f"gw-{incarnation}"
+        online = _online(context, name, peers)
         gateway = Gateway(
-            _settings(context, f"gw-{incarnation}"),
+            _settings(context, name),
             engine=gated,
             tokenizer=load_tokenizer(policy_folder(config, context.folder)),
             recorder=LogRecorder(context.log),
             payloads=context.payloads,
             peers=peers,
+            online=online,
         )
         tasks.start_soon(peers.listen)
+        if online is not None:
+            await tasks.start(online.run, gateway.close_session)
         tasks.start_soon(_follow_weights, context, receiver, sequence)
         tasks.start_soon(receiver.run)
-        tasks.start_soon(_report, gateway, engine, metrics)
+        tasks.start_soon(_report, gateway, online, engine, metrics)
 
         serving = anyio.Event()
 
@@ -93,6 +101,23 @@ async def run_gateway(context: WorkerContext) -> None:
         async with serve_sessions(context.broker, gateway, gateway.settings.name):
             await context.draining.wait()
         tasks.cancel_scope.cancel()
+
+
+def _online(context: WorkerContext, name: str, peers: LivePeers) -> OnlineService | None:
+    streams = {
+        stream: found for stream, found in run_streams(context.config).items() if found.runner is StreamRunner.ONLINE
+    }
+    if not streams:
+        return None
+    return OnlineService(
+        context.log,
+        context.payloads,
+        gateway=name,
+        streams=streams,
+        attempts=context.config.rollout.attempts,
+        idle_expiry_s=context.config.gateway.session_idle_s,
+        peers=peers,
+    )
 
 
 def weights_cache(context: WorkerContext) -> str:
@@ -195,7 +220,7 @@ async def _follow_weights(context: WorkerContext, receiver: Receiver, after: int
                 receiver.offer(entry.message)
 
 
-async def _report(gateway: Gateway, engine: InferenceEngine, metrics: Metrics) -> None:
+async def _report(gateway: Gateway, online: OnlineService | None, engine: InferenceEngine, metrics: Metrics) -> None:
     """Figures of the gateway and its engine, for status."""
     last_tokens, last_time = 0, anyio.current_time()
     while True:
@@ -213,6 +238,8 @@ async def _report(gateway: Gateway, engine: InferenceEngine, metrics: Metrics) -
             failed_calls=gateway.counts.failed_calls,
             sessions=len(gateway.sessions),
         )
+        if online is not None:
+            metrics.gauges.update(online.gauges())
         tokens = getattr(engine, "num_tokens", 0)
         now = anyio.current_time()
         metrics.gauges["tokens_per_s"] = (tokens - last_tokens) / max(now - last_time, 1e-9)
@@ -220,4 +247,4 @@ async def _report(gateway: Gateway, engine: InferenceEngine, metrics: Metrics) -
         if health.num_running:
             metrics.work()
         else:
-            metrics.wait_for("calls")
+            metrics.wait_for((online.waits_for() if online is not None else "") or "calls")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -118,6 +119,41 @@ class SessionClosed(msgspec.Struct, frozen=True, kw_only=True):
     """Calls that ended after the session and were not recorded."""
     lossy: bool = False
     """The gateway recorded in `fast` mode: answered calls may be missing if it died."""
+
+
+class SessionClaimed(msgspec.Struct, frozen=True, kw_only=True):
+    """A user's own service asks for a session over HTTP. Which slot it gets follows from the log up to this message alone
+    (see `stages.online.slots`); a claim that found no free slot is void.
+    """
+
+    claim: str
+    """The service's own id of the request, or one that the gateway made."""
+    ordinal: int
+    """0, then 1, 2 … after void claims of the same id."""
+    stream: str
+    task: str = ""
+    """What the service calls its task: sessions with the same one share a group."""
+    gateway: str
+
+
+class SessionRewarded(msgspec.Struct, frozen=True, kw_only=True):
+    """A user's own service says what its session is worth; later rewards go before former ones."""
+
+    session: str
+    ordinal: int
+    """0, 1, … of the session."""
+    score: float | None = None
+    """Of the whole session."""
+    turn_rewards: dict[str, float] = {}
+    """interaction id → reward."""
+    final: bool = True
+    """No further reward follows: once its session has ended, the episode ends with what it has."""
+    discard: bool = False
+    """The session is not to be trained on: its slot waits for another one."""
+
+
+LOCAL_UNCLAIMED: Final = "LOCAL_UNCLAIMED"
+"""Status of a slot that no online session claimed in time."""
 
 
 class EpisodeClass(StrEnum):

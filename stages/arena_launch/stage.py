@@ -83,6 +83,8 @@ async def launch_episode(
     stream = settings.streams.get(requested.stream)
     if stream is None:
         raise RefusedError(f"stream {requested.stream!r} is in no [[streams]] table of this run")
+    if stream.runner is StreamRunner.ONLINE:
+        return []  # it waits at the gateways for a session that claims it
     ports = _Ports(
         launches=launches, sessions=sessions, runner=runners[stream.runner], settings=settings, metrics=metrics
     )

@@ -14,7 +14,7 @@ import msgspec
 
 from pipeline.errors import ContractError
 from schemas.errors import ConfigError
-from schemas.messages.rollout import Row
+from schemas.messages.rollout import LOCAL_UNCLAIMED, Row
 from stages.assembly import moments
 from stages.assembly.settings import AssemblySettings, usable_minimum
 from stages.assembly.state import Group, Member
@@ -26,6 +26,8 @@ class Reason(StrEnum):
     EVALUATION = "evaluation"
     INCOMPLETE = "incomplete"
     TOO_FEW_USABLE = "too_few_usable"
+    UNCLAIMED = "unclaimed"
+    """No session of a user's own service claimed one of its slots in time."""
     MASKED = "masked"
     STALE = "stale"
     ZERO_SPREAD = "zero_spread"
@@ -109,6 +111,8 @@ def drop_reason(group: Group, settings: AssemblySettings, user_filters: Sequence
     members = usable(group)
     if group.evaluation:
         return Reason.EVALUATION
+    if group.members and all(member.rejected.startswith(LOCAL_UNCLAIMED) for member in group.members.values()):
+        return Reason.UNCLAIMED
     if settings.drop_incomplete_groups and len(members) < group.num_slots:
         return Reason.INCOMPLETE
     if len(members) < usable_minimum(settings, group.num_slots):

@@ -286,7 +286,8 @@ class AssemblyFold:
     def _drop(self, state: AssemblyState, group: Group, reason: str) -> None:
         state.num_groups_dropped += 1
         state.dropped.append(DroppedGroup(group=group.group, stream=group.stream, reason=reason))
-        stall.dropped(state.stall, reason)
+        if reason != Reason.UNCLAIMED:  # a service without work is no fault of the run's
+            stall.dropped(state.stall, reason)
 
     def _tally(self, state: AssemblyState, group: Group) -> Tally:
         return state.tallies.setdefault(group.stream, Tally())

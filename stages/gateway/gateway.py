@@ -124,15 +124,27 @@ class Gateway:
             task_status.started()
             while True:
                 await anyio.sleep(min(30.0, self.settings.limits.idle_expiry_s / 4))
-                await self.sessions.expire()
+                await self.expire()
 
-    async def open_session(self, session_id: str, min_version: int = 0) -> SessionTicket:
+    async def open_session(self, session_id: str, min_version: int = 0, *, again: bool = False) -> SessionTicket:
         """Open a session: see `SessionBook.open`."""
-        return await self.sessions.open(session_id, min_version=min_version)
+        return await self.sessions.open(session_id, min_version=min_version, again=again)
 
     async def close_session(self, session_id: str) -> SessionClosed:
         """End a session: see `SessionBook.close`."""
-        return await self.sessions.close(session_id)
+        closed = await self.sessions.close(session_id)
+        if self.online is not None:
+            await self.online.ended(closed)
+        return closed
+
+    async def expire(self) -> list[SessionClosed]:
+        """Close the sessions that nobody used for `idle_expiry_s`: an Arena's episode failed by that, an online session ended."""
+        found: list[SessionClosed] = []
+        for session in self.sessions.idle():
+            if self.online is None or not self.online.plays(session.id):
+                session.fail(f"the session was idle for {self.settings.limits.idle_expiry_s:g} s and expired")
+            found.append(await self.close_session(session.id))
+        return found
 
     async def answer(self, session: Session | None, call: Call, emit: Emit | None = None) -> tuple[Answer, ...]:
         """Answer a call, all its choices; each is recorded before this returns. Without a session it is a probe: short, unrecorded.

@@ -107,7 +107,11 @@ class GatewayApp:
             if not path.startswith("/sessions"):
                 raise UnknownRouteError(f"nothing is served at {request.path}")
             body = await read_body(request, receive, self._settings.limits)
-            await _send_json(send, 200, to_json(await self._online.post(request, path, body)))
+            answer = await _while_connected(receive, lambda: self._online.post(request, path, body))
+            if isinstance(answer, str):
+                await self._forward(answer, request, body, send)
+            else:
+                await _send_json(send, 200, to_json(answer))
             return
         token = session_token(request, self._settings)
         body = await read_body(request, receive, self._settings.limits)
@@ -138,7 +142,7 @@ class GatewayApp:
         elif path.startswith("/models/"):
             await _send_json(send, 200, to_json(self._model(path.removeprefix("/models/"))))
         elif path.startswith("/sessions/"):
-            await _send_json(send, 200, to_json(self._online.get(request, path)))
+            await _send_json(send, 200, to_json(await self._online.get(request, path)))
         else:
             raise UnknownRouteError(f"nothing is served at {request.path}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import msgspec
+
 from schemas.messages.rollout import InteractionRecorded, SessionClosed, SessionOpened
 from stages.gateway.conversation import Call
 from stages.ports import ForwardedAnswer
@@ -68,15 +70,96 @@ class Peers(Protocol):
         ...
 
 
-class OnlineSessions(Protocol):
-    """Who gives credit to sessions that users open over HTTP, and takes their rewards."""
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user's own service asks for when it opens a session."""
 
-    async def admit(self, session: str) -> int | None:
-        """The lowest weight version for a new session, or None without credit."""
+    request_id: str = ""
+    """Its own name for the request: asking again with it gives the same session."""
+    stream: str = ""
+    """Empty where the run has one online stream."""
+    task: str = ""
+    """Its own name for the task: sessions with the same one share a group. Where rows are handed out: the row it wants."""
+    wait_s: float = 0.0
+    """How long to wait for credit."""
+
+
+class Claimed(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot that a session plays from now on."""
+
+    session: str
+    min_version: int
+    """Lowest weight version that it may be sampled with."""
+    stream: str
+    group: str
+    slot: int
+    data_id: str
+    tags: list[str]
+    task: msgspec.Raw | None = None
+    """JSON of the row that is handed out; None where the service brings its own."""
+    again: bool = False
+    """It was claimed before by the same request."""
+
+
+class Rewards(msgspec.Struct, frozen=True, kw_only=True):
+    """What a service says of a session: a score of the whole, or interaction id → reward, or that it is to be discarded."""
+
+    score: float | None = None
+    turn_rewards: Mapping[str, float] = {}
+    final: bool = True
+    """No further reward follows."""
+    discard: bool = False
+
+
+class OnlineState(msgspec.Struct, frozen=True, kw_only=True):
+    """How an online session is."""
+
+    session: str
+    stream: str
+    group: str
+    slot: int
+    state: str
+    """`open`, `closed` (it waits for its reward) or `ended`."""
+    score: float | None = None
+    turn_rewards: Mapping[str, float] = {}
+    group_closed: bool = False
+    """Its group was closed before: it is served, and no longer trained on."""
+    outcome: str = ""
+    """Of the ended episode: its class and status."""
+
+
+class OnlineSessions(Protocol):
+    """The slots that users' own services play; every gateway of a run sees the same ones."""
+
+    async def claim(self, asked: Asked) -> Claimed | None:
+        """A slot for a new session, or None where there is no credit for one within `wait_s`.
+
+        Raises:
+            InvalidRequestError: no such stream.
+            SessionEndedError: the request had a session, and it is over.
+            UnavailableError: the log did not answer in time.
+        """
         ...
 
-    async def end(self, closed: SessionClosed, *, score: float | None, turn_rewards: Mapping[str, float]) -> None:
-        """The session ended with these rewards: a score for the whole, or a map interaction id → reward, or neither."""
+    async def state(self, session: str) -> OnlineState | None:
+        """How a session is; None when it is none of an online stream."""
+        ...
+
+    async def reward(self, session: str, rewards: Rewards) -> None:
+        """Put a reward on the log; a later one goes before a former one. Possible until the episode has ended.
+
+        Raises:
+            SessionEndedError: the episode has ended.
+            UnknownRouteError: no online session.
+            UnavailableError: the log did not answer in time.
+        """
+        ...
+
+    async def ended(self, closed: SessionClosed) -> None:
+        """A session has ended: its episode ends too, or waits for a reward. Others' sessions are passed over."""
+        ...
+
+    def plays(self, session: str) -> bool:
+        """Whether this is an online session whose episode has not ended."""
         ...
 
 

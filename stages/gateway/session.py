@@ -95,10 +95,6 @@ class Session:
         self.late_drops = 0
         self.num_recorded = 0 if forest is None else len(forest.nodes)
         """`fast`: how many of the forest's nodes are stored."""
-        self.score: float | None = None
-        """Online sessions: the reward of the whole, if it was set."""
-        self.turn_rewards: Final[dict[str, float]] = {}
-        """Online sessions: interaction id → reward."""
         self.shortcuts: Final = Shortcuts()
         self.responses: Final[OrderedDict[str, tuple[Message, ...]]] = OrderedDict()
         """responses: the conversations that previous_response_id may name."""

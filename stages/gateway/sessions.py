@@ -6,11 +6,13 @@ A token names its session. An unknown one is looked up on the log: ended, owned 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import anyio
 
 from schemas.messages.rollout import SessionClosed, SessionOpened
 from stages.gateway.errors import BusyError, SessionEndedError, UnauthorizedError, UnavailableError
+from stages.gateway.forest import Forest
 from stages.gateway.ports import Clock, Peers, RecordConflictError, Recorder, RecorderError
 from stages.gateway.recording import rebuild_forest
 from stages.gateway.session import Session, SessionTicket, check_session_id, new_token, session_of, token_digest
@@ -51,11 +53,17 @@ class SessionBook:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    async def open(self, session_id: str, *, min_version: int = 0) -> SessionTicket:
+    async def open(self, session_id: str, *, min_version: int = 0, again: bool = False) -> SessionTicket:
         """Open a session; opening one that is open here gives the same ticket.
+
+        Args:
+            session_id: its id.
+            min_version: lowest weight version that it may be sampled with.
+            again: it may have been open at a gateway that died: what stands of it goes on, with a new token.
 
         Raises:
             InvalidRequestError: not a legal id.
+            SessionEndedError: `again`, and it is over.
             BusyError: too many sessions are open.
             UnavailableError: the log did not answer in time.
         """
@@ -64,7 +72,10 @@ class SessionBook:
         if session is None:
             if len(self._by_id) >= self._settings.limits.max_sessions:
                 raise BusyError(f"{len(self._by_id)} sessions are open, the most this gateway takes", retry_after_s=5)
-            session = Session(session_id, new_token(session_id), min_version=min_version, now_s=self._clock())
+            forest = await self._standing(session_id) if again else None
+            session = Session(
+                session_id, new_token(session_id), min_version=min_version, now_s=self._clock(), forest=forest
+            )
             await self._announce(session)
         else:
             with self._log_deadline():
@@ -136,13 +147,52 @@ class SessionBook:
         """An open session by its id."""
         return self._by_id.get(session_id)
 
-    async def expire(self) -> list[SessionClosed]:
-        """Close the sessions that nobody used for `idle_expiry_s`."""
+    def idle(self) -> list[Session]:
+        """The sessions that nobody used for `idle_expiry_s`."""
         oldest_s = self._clock() - self._settings.limits.idle_expiry_s
-        idle = [one for one in self._by_id.values() if not one.running and one.last_used_s < oldest_s]
-        for session in idle:
-            session.fail(f"the session was idle for {self._settings.limits.idle_expiry_s:g} s and expired")
-        return [await self.close(session.id) for session in idle]
+        return [one for one in self._by_id.values() if not one.running and one.last_used_s < oldest_s]
+
+    async def locate(self, session_id: str) -> Session | str | None:
+        """An open session here, the base URL of the living gateway that has it, or None: nobody has it.
+
+        Raises:
+            UnavailableError: the log did not answer in time.
+        """
+        session = self._by_id.get(session_id)
+        if session is not None and not session.moved:
+            return session
+        with self._log_deadline():
+            openings = await self._recorder.read_openings(session_id)
+            return await self._address(openings) if openings else None
+        raise AssertionError  # the deadline's context never swallows
+
+    async def recorded_ids(self, session_id: str) -> set[str]:
+        """The interaction ids of a session that is not open here, as the log has them.
+
+        Raises:
+            UnavailableError: the log did not answer in time.
+        """
+        with self._log_deadline():
+            return {one.interaction_id for one in await self._recorder.read_session(session_id)}
+        raise AssertionError  # the deadline's context never swallows
+
+    async def _address(self, openings: Sequence[SessionOpened]) -> str | None:
+        """Where the gateway is that took a session up last, if it is another one and alive."""
+        owner = openings[-1].gateway
+        return None if owner == self._settings.name or self._peers is None else await self._peers.address(owner)
+
+    async def _standing(self, session_id: str) -> Forest | None:
+        """What the log has of a session whose gateway is gone; None for a new one.
+
+        Raises:
+            SessionEndedError: it is over.
+        """
+        with self._log_deadline():
+            if await self._recorder.read_closing(session_id) is not None:
+                raise SessionEndedError(f"session {session_id} has ended")
+            records = await self._recorder.read_session(session_id)
+            return await rebuild_forest(records, self._payloads, self._stop_token_ids) if records else None
+        raise AssertionError  # the deadline's context never swallows
 
     async def _find(self, session_id: str, token: str) -> Session | str:
         """Look a foreign session up on the log, and take it over when its gateway is gone."""
@@ -154,11 +204,9 @@ class SessionBook:
             self._remember_end(token_digest(token), session_id)
             self.late_calls += 1
             raise SessionEndedError(f"session {session_id} has ended")
-        owner = openings[-1].gateway
-        if owner != self._settings.name and self._peers is not None:
-            address = await self._peers.address(owner)
-            if address is not None:
-                return address
+        address = await self._address(openings)
+        if address is not None:
+            return address
         records = await self._recorder.read_session(session_id)
         forest = await rebuild_forest(records, self._payloads, self._stop_token_ids)
         session = Session(session_id, token, min_version=mine[-1].min_version, now_s=self._clock(), forest=forest)
@@ -171,7 +219,8 @@ class SessionBook:
         if stands is not None:
             return stands
         records = await self._recorder.read_session(session_id)
-        closed = await self._record_end(SessionClosed(session=session_id, num_interactions=len(records)))
+        lossy = self._settings.recording is Recording.FAST
+        closed = await self._record_end(SessionClosed(session=session_id, num_interactions=len(records), lossy=lossy))
         for opening in await self._recorder.read_openings(session_id):
             self._remember_end(opening.token_digest, session_id)
         return closed

@@ -133,7 +133,8 @@ async def test_an_open_slot_says_what_it_waits_for(small):
     life = await why(LiveSource(broker), parse_name("g99/0"))
     assert (life.fate, life.waits_for) == (Fate.OPEN, "fan-out")
     await small.log.publish(s.EpisodeRequested(group="g0000099", slot=0, attempt=0, stream="math", data_id="d"))
-    assert (await why(LiveSource(broker), parse_name("g99/0"))).waits_for == "a launch worker with a free place"
+    waits_for = (await why(LiveSource(broker), parse_name("g99/0"))).waits_for
+    assert waits_for == "a launch worker with a free place (in an online stream: a session)"
     session = "g0000099-0-0-0"
     await small.log.publish(r.EpisodeLaunched(group="g0000099", slot=0, attempt=0, launch_try=0, session=session))
     assert (await why(LiveSource(broker), parse_name("g99/0"))).waits_for == "the Arena to take the launch"

@@ -330,12 +330,12 @@ async def test_idle_sessions_are_closed_and_marked():
     home = house(clock=lambda: now[0], limits=GatewayLimits(idle_expiry_s=60))
     ticket = await home.gateway.open_session("s")
     now[0] = 59
-    assert await home.gateway.sessions.expire() == []
+    assert await home.gateway.expire() == []
     await ask(home, ticket.token)
     now[0] = 118
-    assert await home.gateway.sessions.expire() == []
+    assert await home.gateway.expire() == []
     now[0] = 120
-    (closed,) = await home.gateway.sessions.expire()
+    (closed,) = await home.gateway.expire()
     assert closed.session == "s"
     assert "idle" in closed.system_error
 
@@ -500,35 +500,7 @@ async def test_a_log_that_does_not_answer_is_named():
         await home.gateway.open_session("s")
 
 
-class Credit:
-    """Gives credit for two sessions."""
-
-    def __init__(self) -> None:
-        self.left = 2
-        self.ended: list[tuple] = []
-
-    async def admit(self, session):
-        self.left -= 1
-        return 5 if self.left >= 0 else None
-
-    async def end(self, closed, *, score, turn_rewards):
-        self.ended.append((closed.session, closed.num_interactions, score, dict(turn_rewards)))
-
-
-async def test_an_online_session_from_its_opening_to_its_reward():
-    credit = Credit()
-    home = house(control_key="ctl", online=credit)
-    opened = (await ask(home, "ctl", {"session_id": "mine"}, "/v1/sessions")).json()
-    answer = (await ask(home, opened["token"])).json()
-    assert home.engine.requests[0].min_version == 5
-    bad = await ask(home, "ctl", {"turn_rewards": {"chatcmpl-none": 1.0}}, "/v1/sessions/mine/reward")
-    assert bad.status_code == 400
-    await ask(home, "ctl", {"turn_rewards": {answer["id"]: 0.5}}, "/v1/sessions/mine/reward")
-    async with home.http("ctl") as client:
-        assert (await client.get("/v1/sessions/mine")).json()["num_interactions"] == 1
-    assert (await ask(home, "ctl", {}, "/v1/sessions/mine/close")).json()["num_interactions"] == 1
-    assert credit.ended == [("mine", 1, None, {answer["id"]: 0.5})]
-    assert (await ask(home, opened["token"])).status_code == 410
-    assert (await ask(home, "ctl", {}, "/v1/sessions")).status_code == 200
+async def test_a_run_without_online_streams_takes_no_online_sessions():
+    home = house(control_key="ctl")
     refused = await ask(home, "ctl", {}, "/v1/sessions")
-    assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+    assert (refused.status_code, "no stream has runner" in refused.text) == (403, True)

@@ -1,0 +1,1 @@
+"""Which session of a user's own service plays which slot."""
