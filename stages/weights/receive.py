@@ -109,6 +109,10 @@ class Receiver:
         self._news: anyio.Event = anyio.Event()
         self.state: EngineState = EngineState.SERVING
         """SERVING (the version that was loaded last) or QUARANTINED."""
+        self.refused_version = -1
+        """The newest version that could not be loaded; -1: none. Routers let an engine join that tried it."""
+        self.loaded: Final = anyio.Event()
+        """Set once any version was loaded."""
 
     def offer(self, published: WeightsPublished) -> None:
         """A version was published; only the newest one is ever loaded."""
@@ -148,6 +152,7 @@ class Receiver:
             self._set_state(EngineState.QUARANTINED, f"version {published.version}: {error}")
             return False
         self._loaded = published
+        self.loaded.set()
         self._metrics.labels.pop(ERROR_LABEL, None)
         self._set_state(EngineState.SERVING, "")
         now = time.perf_counter()
@@ -191,6 +196,7 @@ class Receiver:
             )
 
     def _tell_error(self, published: WeightsPublished, error: Exception) -> None:
+        self.refused_version = max(self.refused_version, published.version)
         self._metrics.labels[ERROR_LABEL] = f"version {published.version}: {error}"[:300]
         log.error("weights were not loaded", version=published.version, error=str(error))
 
