@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from enum import StrEnum
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
@@ -180,11 +181,38 @@ class CollectablePayloads(PayloadStore, Protocol):
         ...
 
 
+class Capability(StrEnum):
+    """What not every broker can do; all that the ports say besides these holds everywhere."""
+
+    CREATE_ONCE_ON_SERVER = "create_once_on_server"
+    """The server itself refuses a second message on a subject, also from foreign clients. Elsewhere every reader takes the
+    first and drops the rest.
+    """
+    ACK_WAIT_ON_SERVER = "ack_wait_on_server"
+    """A silent worker's messages go to others after `ack_wait_s`. Elsewhere a living process gives back its own forgotten ones
+    by then, and a dead or stopped one's come back when its connection is given up.
+    """
+    PENDING_BOUND = "pending_bound"
+    """`max_ack_pending` bounds what all workers hold together. Elsewhere each worker's `prefetch` is the only bound."""
+    CONSUMER_POSITIONS = "consumer_positions"
+    """`consumers` tells what is handed out, acknowledged and delivered again."""
+    PURGE_FREES_SPACE = "purge_frees_space"
+    """What `purge_below` drops leaves the server's disk at once."""
+
+
+ALL_CAPABILITIES: Final = frozenset(Capability)
+
+
 class Broker(Protocol):
     """One run's log on one connection."""
 
     @property
     def run(self) -> str: ...
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """The broker's level."""
+        ...
+
     @property
     def payloads(self) -> PayloadStore: ...
 

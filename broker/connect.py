@@ -1,6 +1,6 @@
 """One door to all brokers: the URL's scheme says which.
 
-`nats://host:port`, `tls://host:port` (several, separated by commas), `memory://`.
+`nats://host:port`, `tls://host:port` or `amqp://host:port`, `amqps://host:port` (several, separated by commas), `memory://`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ async def connect(
     if scheme == "memory":
         yield MemoryBroker(MemoryServer() if memory is None else memory, run)
         return
+    if scheme == "amqp":
+        from broker.rabbitmq import open_broker as open_rabbit  # noqa: PLC0415 - only these runs need aio-pika
+
+        async with open_rabbit(urls, run, settings or ConnectSettings(), create=create, limits=limits) as broker:
+            yield broker
+        return
     async with open_broker(urls, run, settings or ConnectSettings(), create=create, limits=limits) as broker:
         yield broker
 
@@ -55,8 +61,8 @@ async def open_admin(url: str, settings: ConnectSettings | None = None) -> Async
         NotConnectedError, BrokerError (a scheme without a topology).
     """
     urls, scheme = split_url(url)
-    if scheme == "memory":
-        raise BrokerError(f"{url} has no topology: expected a nats:// or tls:// URL")
+    if scheme != "nats":
+        raise BrokerError(f"{scheme}:// has no topology to apply: expected a nats:// or tls:// URL")
     async with open_link(urls, settings or ConnectSettings(), role="admin") as link:
         yield Admin(link)
 
@@ -69,9 +75,8 @@ def split_url(url: str) -> tuple[list[str], str]:
     """
     urls = [part.strip() for part in url.split(",") if part.strip()]
     schemes = {part.partition("://")[0] if "://" in part else "" for part in urls}
-    if schemes == {"memory"} or (schemes and schemes <= {"nats", "tls"}):
-        return urls, "memory" if schemes == {"memory"} else "nats"
+    for scheme, kinds in (("memory", {"memory"}), ("nats", {"nats", "tls"}), ("amqp", {"amqp", "amqps"})):
+        if schemes and schemes <= kinds:
+            return urls, scheme
     found = ", ".join(sorted(f"{scheme}://" if scheme else "no scheme" for scheme in schemes)) or "nothing"
-    if "amqp" in schemes or "amqps" in schemes:
-        found += " (RabbitMQ is not a broker of this version)"
-    raise BrokerError(f"broker URL: expected nats://host:port, tls://host:port or memory://, found {found}")
+    raise BrokerError(f"broker URL: expected nats://host:port, tls://…, amqp://…, amqps://… or memory://, found {found}")

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 import anyio
 import anyio.lowlevel
 
-from broker.api import ConsumerSettings, Delivery
+from broker.api import Capability, ConsumerSettings, Delivery
 from broker.conformance.asserting import (
     DEADLINE_S,
     SOON_S,
@@ -220,3 +220,9 @@ CHECKS: Final[tuple[Check, ...]] = (
     check_cancelling_loses_nothing,
     check_status_tells_where_a_durable_stands,
 )
+
+NEEDS: Final[Mapping[Check, Capability]] = {
+    check_max_ack_pending_bounds_all_workers: Capability.PENDING_BOUND,
+    check_status_tells_where_a_durable_stands: Capability.CONSUMER_POSITIONS,
+}
+"""Checks of what not every broker can do."""

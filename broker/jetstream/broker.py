@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from broker.api import (
+    ALL_CAPABILITIES,
+    Capability,
     CollectablePayloads,
     ConsumerSettings,
     ConsumerStatus,
@@ -48,6 +50,10 @@ class JetStreamBroker:
     @property
     def run(self) -> str:
         return self._names.run
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return ALL_CAPABILITIES
 
     @property
     def payloads(self) -> CollectablePayloads:

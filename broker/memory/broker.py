@@ -9,7 +9,17 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 
-from broker.api import ConsumerSettings, ConsumerStatus, Delivery, LogStatus, Published, Record, RecordBatch
+from broker.api import (
+    ALL_CAPABILITIES,
+    Capability,
+    ConsumerSettings,
+    ConsumerStatus,
+    Delivery,
+    LogStatus,
+    Published,
+    Record,
+    RecordBatch,
+)
 from broker.batches import batch_of
 from broker.errors import ConflictError, NotConnectedError, RequestFailedError
 from broker.iterating import Iterating
@@ -76,6 +86,10 @@ class MemoryBroker:
     @property
     def run(self) -> str:
         return self._names.run
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return ALL_CAPABILITIES
 
     @property
     def payloads(self) -> MemoryPayloads:

@@ -3,9 +3,9 @@
     publish ─▶ stream queue ─▶ every connection folds it: the first message of a subject stands
                     └──▶ dispatcher (one at a time, leased) ─▶ a quorum queue per durable ─▶ workers
 
-It must not know JetStream. What holds here and what does not: `broker.api.Capability`, docs/rabbitmq.md.
+It must not know JetStream. What holds here and what does not: docs/rabbitmq.md.
 """
 
-from broker.rabbitmq.broker import CAPABILITIES, RabbitBroker, delete_run, open_broker
+from broker.rabbitmq.broker import RabbitBroker, delete_run, open_broker
 
-__all__ = ["CAPABILITIES", "RabbitBroker", "delete_run", "open_broker"]
+__all__ = ["RabbitBroker", "delete_run", "open_broker"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Final, Protocol
 
@@ -20,16 +20,16 @@ import anyio
 import anyio.abc
 import msgspec
 import structlog
-from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq.abc import AbstractChannel
 
 from broker.api import Record
 from broker.errors import ConflictError, StoreFullError
 from broker.rabbitmq.follower import Follower
+from broker.rabbitmq.incoming import Incoming
 from broker.rabbitmq.link import LOST, Link, until_closed
 from broker.rabbitmq.parked import ParkedWork
 from broker.rabbitmq.queues import Task, dead_queue, declare_dead, declare_work, publish_task, read_task
 from broker.rabbitmq.state import FolderState
-from collections.abc import AsyncIterator
 from broker.topology import DurableSpec
 
 log = structlog.get_logger("broker")
@@ -54,7 +54,9 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 class ReadLog(Protocol):
     """Reads the log after a sequence."""
 
-    def __call__(self, filters: tuple[str, ...], after_sequence: int) -> AbstractAsyncContextManager[AsyncIterator[Record]]: ...
+    def __call__(
+        self, filters: tuple[str, ...], after_sequence: int
+    ) -> AbstractAsyncContextManager[AsyncIterator[Record]]: ...
 
 
 def position_key(durable: str) -> str:
@@ -72,15 +74,16 @@ class Dispatcher:
         owner: str,
         follower: Follower,
         state: FolderState,
+        parked: ParkedWork,
         read_log: ReadLog,
-        get: Callable[[int], AbstractAsyncContextManager[Record | None]],
+        get: Callable[[int], Awaitable[Record | None]],
     ) -> None:
         self._link: Final = link
         self._run: Final = run
         self._owner: Final = owner
         self._follower: Final = follower
         self._state: Final = state
-        self._parked: Final = ParkedWork(state)
+        self._parked: Final = parked
         self._read: Final = read_log
         self._get: Final = get
         self._revision = 0
@@ -165,36 +168,39 @@ class Dispatcher:
 
     async def _save_positions(self, key: str, feeding: _Feeding) -> None:
         saved = feeding.position
-        while True:
-            await anyio.sleep(_SAVE_EVERY_S)
+        try:
+            while True:
+                await anyio.sleep(_SAVE_EVERY_S)
+                if feeding.position != saved:
+                    saved = feeding.position
+                    await self._state.save(key, str(saved).encode(), None)
+        finally:
             if feeding.position != saved:
-                saved = feeding.position
-                await self._state.save(key, str(saved).encode(), None)
+                with anyio.CancelScope(shield=True):
+                    await self._state.save(key, str(feeding.position).encode(), None)
 
     async def _unpark(self, channel: AbstractChannel) -> None:
         while True:
             for parked in await self._parked.due():
-                async with self._get(parked.sequence) as record:
-                    if record is not None:
-                        await publish_task(channel, self._run, Task.of(parked.durable, record, parked.num_delivered))
+                record = await self._get(parked.sequence)
+                if record is not None:
+                    await publish_task(channel, self._run, Task.of(parked.durable, record, parked.num_delivered))
                 await self._parked.remove(parked.durable, parked.sequence)
             await anyio.sleep(_PARKED_PERIOD_S)
 
     async def _return_dead(self, confirmed: AbstractChannel) -> None:
         """What its queue handed out too often goes back with its count: the pipeline gives it up, and says why."""
         async with self._link.channel(prefetch=16) as channel:
-
-            async def arrive(message: DeliveredMessage) -> None:
+            incoming = Incoming(channel)
+            await incoming.open_queue(dead_queue(self._run))
+            while True:
+                message = await incoming.next()
                 found = read_task(message)
                 if found is not None:
                     task, delivered = found
                     again = msgspec.structs.replace(task, num_before=task.num_before + max(delivered, 1))
                     await publish_task(confirmed, self._run, again)
                 await channel.basic_ack(message.delivery_tag or 0)
-
-            await channel.basic_consume(dead_queue(self._run), arrive)
-            await until_closed(channel)
-            raise ConnectionResetError("the dispatcher's dead-letter channel closed")
 
 
 class _Feeding:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
-import aiormq
 import anyio
 import msgspec
 import structlog
-from aiormq.abc import DeliveredMessage
+from aiormq.abc import AbstractChannel, DeliveredMessage
 
+from broker.rabbitmq.incoming import Incoming
 from broker.rabbitmq.index import Kind, LogIndex
-from broker.rabbitmq.link import LOST, Link, until_closed
+from broker.rabbitmq.link import LOST, Link
 from broker.rabbitmq.tail import Tail
 from broker.rabbitmq.wire import Written, offset_of, read_written
 from broker.topology import DurableSpec
@@ -25,7 +24,6 @@ from broker.topology import DurableSpec
 log = structlog.get_logger("broker")
 
 PREFETCH: Final = 512
-ACK_EVERY: Final = 128
 
 Written_ = Callable[[Written, int], None]
 """Gets each message of the stream as it is folded, with its sequence, 0 for one that does not count."""
@@ -62,20 +60,11 @@ class Follower:
                 log.debug("the log's reader lost its channel", reason=str(error))
             await anyio.sleep(0.05)
 
-    async def _follow(self, channel: aiormq.abc.AbstractChannel) -> None:
-        unacked = 0
-
-        async def arrive(message: DeliveredMessage) -> None:
-            nonlocal unacked
-            self._fold(message)
-            unacked += 1
-            if unacked >= ACK_EVERY:
-                unacked = 0
-                with suppress(*LOST):
-                    await channel.basic_ack(message.delivery_tag or 0, multiple=True, wait=False)
-
-        await channel.basic_consume(self._stream, arrive, arguments={"x-stream-offset": self.index.next_offset})
-        await until_closed(channel)
+    async def _follow(self, channel: AbstractChannel) -> None:
+        incoming = Incoming(channel)
+        await incoming.open_stream(self._stream, self.index.next_offset)
+        while True:
+            self._fold(await incoming.next_of_stream())
 
     def _fold(self, message: DeliveredMessage) -> None:
         written = read_written(message)
@@ -101,7 +90,7 @@ class Follower:
                 return sequence
             case Kind.PURGE:
                 self.index.pass_over(written.offset)
-                self.index.purge_below(int(written.data))
+                self.index.purge_below(int(written.data), written.subject)
                 self.tail.forget_below(self.index.first_sequence)
             case Kind.DURABLE:
                 self.index.pass_over(written.offset)

@@ -7,14 +7,16 @@ drop the later ones: numbers, contents and positions are the same everywhere.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from enum import StrEnum
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from broker.topology import DurableSpec
+from schemas.subjects import matches
+
+_GONE: Final = ""
+"""In place of the subject of a message that was purged from between others."""
 
 
 class Kind(StrEnum):
@@ -22,7 +24,7 @@ class Kind(StrEnum):
 
     MESSAGE = "m"
     PURGE = "p"
-    """Its body is the lowest sequence that is kept."""
+    """Its body is the lowest sequence that is kept, its subject a pattern or empty."""
     MARK = "k"
     """Nothing but a place: whoever wrote it knows that all before it is read."""
     DURABLE = "d"
@@ -73,7 +75,7 @@ class LogIndex:
         return self.first_sequence + len(self._subjects) - 1
 
     def __len__(self) -> int:
-        return len(self._subjects)
+        return len(self._by_subject)
 
     def accept(self, offset: int, subject: str, digest: int, size_bytes: int) -> int:
         """Take a message in; its sequence, or 0 if its subject is taken or it was folded before."""
@@ -102,15 +104,23 @@ class LogIndex:
         """Take a durable's declaration in; the first of a name stands."""
         self.durables.setdefault(spec.name, spec)
 
-    def purge_below(self, sequence: int) -> int:
-        """Forget the messages below `sequence`; how many there were."""
-        count = min(max(sequence - self.first_sequence, 0), len(self._subjects))
-        for subject in self._subjects[:count]:
-            del self._by_subject[subject]
-        self.size_bytes -= sum(self._sizes[:count])
+    def purge_below(self, sequence: int, pattern: str = "") -> int:
+        """Forget the messages below `sequence`, with `pattern` only those that it matches; how many there were."""
+        before = len(self)
+        for place in range(min(max(sequence - self.first_sequence, 0), len(self._subjects))):
+            subject = self._subjects[place]
+            if subject and (not pattern or matches(pattern, subject)):
+                del self._by_subject[subject]
+                self.size_bytes -= self._sizes[place]
+                self._subjects[place] = _GONE
+        self._drop_gone()
+        return before - len(self)
+
+    def _drop_gone(self) -> None:
+        """The messages that are gone at the beginning."""
+        count = next((place for place, subject in enumerate(self._subjects) if subject), len(self._subjects))
         del self._subjects[:count], self._offsets[:count], self._digests[:count], self._sizes[:count]
         self.first_sequence += count
-        return count
 
     def find(self, subject: str) -> Standing | None:
         """The message that stands on a subject."""
@@ -124,16 +134,10 @@ class LogIndex:
         place = max(sequence - self.first_sequence, 0)
         return self._offsets[place] if place < len(self._offsets) else self.next_offset
 
-    def sequence_at(self, offset: int) -> int:
-        """The number of the message at an offset, 0 if none of the log's that are kept lies there."""
-        place = bisect_left(self._offsets, offset)
-        if place < len(self._offsets) and self._offsets[place] == offset:
-            return self.first_sequence + place
-        return 0
-
     def subject_of(self, sequence: int) -> str:
-        """The subject of a message that is kept."""
-        return self._subjects[sequence - self.first_sequence]
+        """The subject of a message, empty if it is none of those that are kept."""
+        place = sequence - self.first_sequence
+        return self._subjects[place] if 0 <= place < len(self._subjects) else _GONE
 
     def snapshot(self) -> IndexSnapshot:
         """All of it."""
@@ -157,9 +161,9 @@ class LogIndex:
         index._offsets.frombytes(snapshot.offsets)
         index._digests.frombytes(snapshot.digests)
         index._sizes.frombytes(snapshot.sizes)
-        index.size_bytes = int(np.frombuffer(snapshot.sizes, dtype=np.int64).sum())
         index._by_subject = {
-            subject: snapshot.first_sequence + place for place, subject in enumerate(snapshot.subjects)
+            subject: snapshot.first_sequence + place for place, subject in enumerate(snapshot.subjects) if subject
         }
+        index.size_bytes = sum(size for size, subject in zip(index._sizes, index._subjects, strict=True) if subject)
         index.durables.update({spec.name: spec for spec in snapshot.durables})
         return index

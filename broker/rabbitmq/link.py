@@ -110,9 +110,9 @@ class Link:
                 await under.basic_qos(prefetch_count=prefetch)
             yield under
         finally:
-            with suppress(*LOST, TimeoutError):
-                async with asyncio.timeout(2.0):
-                    await channel.close()
+            # What was written before (acknowledgements) goes out before the channel closes.
+            with anyio.move_on_after(2.0, shield=True), suppress(*LOST):
+                await channel.close()
 
     async def wait_connected(self, deadline_s: float) -> None:
         """Wait for the connection.

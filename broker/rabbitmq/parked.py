@@ -6,14 +6,15 @@ acknowledged and written down here; when its time has come, the dispatcher puts 
 
 from __future__ import annotations
 
+import secrets
 import time
+from pathlib import Path
 from typing import Final
 
+import anyio.to_thread
 import msgspec
 
-from broker.rabbitmq.state import FolderState
-
-_PREFIX: Final = "parked--"
+from broker.errors import StoreFullError
 
 
 class Parked(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,33 +28,52 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParkedWork:
-    """All of a run's, in its state folder."""
+    """All of a run's: a file each, in a folder that all workers share."""
 
-    def __init__(self, state: FolderState) -> None:
-        self._state: Final = state
+    def __init__(self, folder: Path) -> None:
+        self._folder: Final = folder
 
     async def put(self, parked: Parked) -> None:
         """Write down, or write down anew with a later time."""
-        await self._state.save(_key(parked.durable, parked.sequence), msgspec.msgpack.encode(parked), None)
+        await anyio.to_thread.run_sync(self._put, parked)
 
     async def remove(self, durable: str, sequence: int) -> None:
         """It is done."""
-        await self._state.delete(_key(durable, sequence))
+        path = self._path(durable, sequence)
+        await anyio.to_thread.run_sync(lambda: path.unlink(missing_ok=True))
 
     async def all(self) -> list[Parked]:
         """Everything that waits."""
-        found: list[Parked] = []
-        for key in await self._state.keys(_PREFIX):
-            value = await self._state.load(key)
-            if value is not None:
-                found.append(msgspec.msgpack.decode(value[0], type=Parked))
-        return found
+        return await anyio.to_thread.run_sync(self._all)
 
     async def due(self) -> list[Parked]:
         """What must be handed out again now."""
         now_s = time.time()
         return [parked for parked in await self.all() if parked.due_unix_s <= now_s]
 
+    def _path(self, durable: str, sequence: int) -> Path:
+        return self._folder / f"{durable}.{sequence}"
 
-def _key(durable: str, sequence: int) -> str:
-    return f"{_PREFIX}{durable}--{sequence}"
+    def _put(self, parked: Parked) -> None:
+        path = self._path(parked.durable, parked.sequence)
+        beside = self._folder / f".{secrets.token_hex(8)}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            beside.write_bytes(msgspec.msgpack.encode(parked))
+            beside.replace(path)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise StoreFullError(f"work can't be parked under {self._folder}: {error.strerror}") from error
+
+    def _all(self) -> list[Parked]:
+        found: list[Parked] = []
+        try:
+            paths = [path for path in self._folder.iterdir() if not path.name.startswith(".")]
+        except FileNotFoundError:
+            return found
+        for path in paths:
+            try:
+                found.append(msgspec.msgpack.decode(path.read_bytes(), type=Parked))
+            except FileNotFoundError:
+                continue  # done meanwhile
+        return found

@@ -171,7 +171,6 @@ class Publisher:
                             routing_key=self._stream,
                             properties=properties(kind, subject, message_id, headers),
                             mandatory=True,
-                            wait=False,
                         )
                     except aiormq.exceptions.PublishError as error:
                         raise NoSuchStreamError(

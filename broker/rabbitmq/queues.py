@@ -100,13 +100,17 @@ async def publish_task(channel: AbstractChannel, run: str, task: Task) -> None:
     Raises:
         aiormq.exceptions.AMQPError, ConnectionError: it may not be.
     """
-    table: dict[str, Any] = {"d": task.durable, "s": task.subject, "q": task.sequence, "n": task.num_before}  # Any: same
+    table: dict[str, Any] = {
+        "d": task.durable,
+        "s": task.subject,
+        "q": task.sequence,
+        "n": task.num_before,
+    }  # Any: same
     await channel.basic_publish(
         task.data,
         routing_key=work_queue(run, task.durable),
         properties=Basic.Properties(delivery_mode=PERSISTENT, headers=table),
         mandatory=True,
-        wait=False,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
@@ -10,54 +9,18 @@ from typing import Final
 import anyio
 import msgspec
 import structlog
-from aiormq.abc import AbstractChannel, DeliveredMessage
 
 from broker.api import Record
 from broker.iterating import Iterating
 from broker.naming import any_matches
 from broker.rabbitmq.follower import Follower
+from broker.rabbitmq.incoming import Incoming
 from broker.rabbitmq.link import LOST, Link
 from broker.rabbitmq.wire import offset_of, read_written
 
 log = structlog.get_logger("broker")
 
 _PREFETCH: Final = 512
-_ACK_EVERY: Final = 128
-
-
-class _Backlog:
-    """The stream from an offset on, as far as it was read ahead."""
-
-    def __init__(self, channel: AbstractChannel) -> None:
-        self._channel: Final = channel
-        self._arrived: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
-        self._taken = 0
-
-    async def open(self, stream: str, offset: int) -> None:
-        await self._channel.basic_consume(stream, self._arrived.put, arguments={"x-stream-offset": offset})
-
-    async def next(self) -> DeliveredMessage:
-        """The next message.
-
-        Raises:
-            LOST: the channel is gone.
-        """
-        if self._arrived.empty():
-            arriving = asyncio.ensure_future(self._arrived.get())
-            try:
-                await asyncio.wait((arriving, self._channel.closing), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not arriving.done():
-                    arriving.cancel()
-            if not arriving.done():
-                raise ConnectionResetError("the channel of a reader closed")
-            message = arriving.result()
-        else:
-            message = self._arrived.get_nowait()
-        self._taken += 1
-        if self._taken % _ACK_EVERY == 0:
-            await self._channel.basic_ack(message.delivery_tag or 0, multiple=True, wait=False)
-        return message
 
 
 class Reader:
@@ -70,7 +33,7 @@ class Reader:
         self._patterns: Final = patterns
         self._position = after
         self._stack = AsyncExitStack()
-        self._backlog: _Backlog | None = None
+        self._backlog: Incoming | None = None
 
     async def next(self, last: int | None) -> Record:
         """The next record, once there is one.
@@ -90,7 +53,7 @@ class Reader:
                 continue
             record = await self._at(self._position + 1)
             self._position += 1
-            if record is not None and any_matches(self._patterns, record.subject):
+            if record is not None:
                 return record
 
     async def close(self) -> None:
@@ -99,16 +62,14 @@ class Reader:
         await self._stack.aclose()
 
     async def _at(self, sequence: int) -> Record | None:
-        """A record; None if it was purged meanwhile."""
-        while sequence >= self._follower.index.first_sequence:
+        """A record; None if it was purged, or is none that is wanted."""
+        while any_matches(self._patterns, self._follower.index.subject_of(sequence)):
             found = self._follower.tail.get(sequence)
             if found is not None:
                 if self._backlog is not None:
                     await self.close()
                 await anyio.lowlevel.checkpoint_if_cancelled()
                 return found
-            if not any_matches(self._patterns, self._follower.index.subject_of(sequence)):
-                return None
             try:
                 return await self._from_stream(sequence)
             except LOST as error:
@@ -121,11 +82,11 @@ class Reader:
         wanted = self._follower.index.offset_of(sequence)
         if self._backlog is None:
             channel = await self._stack.enter_async_context(self._link.channel(prefetch=_PREFETCH))
-            backlog = _Backlog(channel)
-            await backlog.open(self._stream, wanted)
+            backlog = Incoming(channel)
+            await backlog.open_stream(self._stream, wanted)
             self._backlog = backlog
         while True:
-            message = await self._backlog.next()
+            message = await self._backlog.next_of_stream()
             offset = offset_of(message)
             if offset > wanted:
                 await self.close()  # a cancelled look took it: begin again at the right place

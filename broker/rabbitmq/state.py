@@ -14,9 +14,11 @@ import anyio
 import anyio.to_thread
 
 from broker.errors import ConflictError, StoreFullError
-from schemas.ids import encode_token
+from schemas.ids import decode_token, encode_token
 
 _DIGITS: Final = 20
+_VALUE: Final = b"v"
+_FORGOTTEN: Final = b"-"
 _KEPT: Final = 2
 """Revisions that stay: a reader may have listed the one before."""
 
@@ -42,19 +44,21 @@ class FolderState:
         return await anyio.to_thread.run_sync(self._save, key, data, expected_revision, limiter=self._limiter)
 
     async def delete(self, key: str) -> None:
-        """Forget a value."""
-        await anyio.to_thread.run_sync(self._delete, key, limiter=self._limiter)
+        """Forget a value; an unknown key is fine."""
+        if await self.load(key) is not None:
+            await anyio.to_thread.run_sync(self._save, key, None, None, limiter=self._limiter)
 
-    async def keys(self, prefix: str) -> list[str]:
-        """The keys that begin so, as they were given (they are safe tokens)."""
+    async def values(self, prefix: str) -> dict[str, tuple[bytes, int]]:
+        """The values whose keys begin so, with their revisions."""
+        return await anyio.to_thread.run_sync(self._values, prefix, limiter=self._limiter)
 
-        def find() -> list[str]:
-            try:
-                return sorted(name for name in os.listdir(self._root) if name.startswith(prefix))
-            except FileNotFoundError:
-                return []
-
-        return await anyio.to_thread.run_sync(find, limiter=self._limiter)
+    def _values(self, prefix: str) -> dict[str, tuple[bytes, int]]:
+        try:
+            keys = sorted(decode_token(path.name) for path in self._root.iterdir())
+        except FileNotFoundError:
+            return {}
+        found = ((key, self._load(key)) for key in keys if key.startswith(prefix))
+        return {key: value for key, value in found if value is not None}
 
     def _folder(self, key: str) -> Path:
         return self._root / encode_token(key)
@@ -66,16 +70,17 @@ class FolderState:
             if revision == 0:
                 return None
             try:
-                return (folder / _name(revision)).read_bytes(), revision
+                held = (folder / _name(revision)).read_bytes()
             except FileNotFoundError:
-                continue  # overtaken by two newer ones meanwhile
+                continue  # overtaken by newer ones meanwhile
+            return (held[1:], revision) if held[:1] == _VALUE else None
 
-    def _save(self, key: str, data: bytes, expected: int | None) -> int:
+    def _save(self, key: str, data: bytes | None, expected: int | None) -> int:
         folder = self._folder(key)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             beside = folder / f".{secrets.token_hex(8)}"
-            beside.write_bytes(data)
+            beside.write_bytes(_FORGOTTEN if data is None else _VALUE + data)
             try:
                 return self._link(folder, beside, key, expected)
             finally:
@@ -85,30 +90,25 @@ class FolderState:
 
     def _link(self, folder: Path, beside: Path, key: str, expected: int | None) -> int:
         while True:
-            stands = _newest(folder)
+            newest = _newest(folder)
+            value = self._load(key)
+            stands = value[1] if value is not None else 0
             if expected is not None and stands != expected:
                 raise ConflictError(f"state {key!r}: expected revision {expected}, found {stands}")
+            if stands > newest:
+                continue  # written meanwhile: look again
             try:
-                os.link(beside, folder / _name(stands + 1))
+                os.link(beside, folder / _name(newest + 1))
             except FileExistsError:
                 continue  # somebody else was first: look again
             for name in _revisions(folder)[:-_KEPT]:
                 (folder / name).unlink(missing_ok=True)
-            return stands + 1
-
-    def _delete(self, key: str) -> None:
-        folder = self._folder(key)
-        for name in _revisions(folder):
-            (folder / name).unlink(missing_ok=True)
-        try:
-            folder.rmdir()
-        except OSError:
-            return  # never there, or somebody writes it anew
+            return newest + 1
 
 
 def _revisions(folder: Path) -> list[str]:
     try:
-        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     except FileNotFoundError:
         return []
 

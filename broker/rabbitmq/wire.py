@@ -19,6 +19,7 @@ from schemas.errors import InvalidIdError
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 """As on the other brokers: what is larger is a payload."""
 PERSISTENT: Final = 2
+_KINDS: Final = frozenset(kind.value for kind in Kind)
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +58,7 @@ def properties(kind: Kind, subject: str, message_id: str, headers: Mapping[str, 
     """How a message of the stream is labelled."""
     table: dict[str, Any] = {"k": kind.value, "s": subject, "t": time.time()}  # Any: an AMQP table holds what it holds
     if headers:
-        table["h"] = dict(headers)
+        table["h"] = msgspec.json.encode(headers).decode()
     return Basic.Properties(message_id=message_id, delivery_mode=PERSISTENT, headers=table)
 
 
@@ -66,7 +67,7 @@ def read_written(message: DeliveredMessage) -> Written | None:
     found = message.header.properties
     table: dict[str, Any] = found.headers or {}  # Any: same
     offset, kind, subject = table.get("x-stream-offset"), table.get("k"), table.get("s")
-    if not isinstance(offset, int) or not isinstance(subject, str) or kind not in Kind:
+    if not isinstance(offset, int) or not isinstance(subject, str) or kind not in _KINDS:
         return None
     unix_time_s, headers = table.get("t"), table.get("h")
     return Written(
@@ -76,13 +77,14 @@ def read_written(message: DeliveredMessage) -> Written | None:
         data=bytes(message.body),
         message_id=str(found.message_id or ""),
         unix_time_s=float(unix_time_s) if isinstance(unix_time_s, float | int) else 0.0,
-        headers={str(name): str(value) for name, value in headers.items()} if isinstance(headers, dict) else {},
+        headers=msgspec.json.decode(headers, type=dict[str, str]) if isinstance(headers, str) else {},
     )
 
 
 def offset_of(message: DeliveredMessage) -> int:
     """Where a message of a stream lies."""
-    return int((message.header.properties.headers or {})["x-stream-offset"])
+    table: dict[str, Any] = message.header.properties.headers or {}  # Any: same
+    return int(table["x-stream-offset"])
 
 
 def check_headers(headers: Mapping[str, str]) -> None:

@@ -19,7 +19,8 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 
 from broker.api import ConsumerSettings, Delivery
 from broker.iterating import Iterating
-from broker.rabbitmq.link import LOST, Link, until_closed
+from broker.rabbitmq.incoming import Incoming
+from broker.rabbitmq.link import LOST, Link
 from broker.rabbitmq.parked import Parked, ParkedWork
 from broker.rabbitmq.queues import Task, declare_dead, declare_work, publish_task, read_task, work_queue
 
@@ -97,28 +98,32 @@ class Share:
                     await declare_work(channel, self._run, self._durable)
                     self._back = back
                     await self._receive(channel)
-            except LOST as error:
-                log.debug("a worker's share lost its channel", durable=self._durable, reason=str(error))
+            except* LOST as group:
+                log.debug("a worker's share lost its channel", durable=self._durable, reason=str(group.exceptions[0]))
             self._back = None
             self._forget()
             await anyio.sleep(0.05)
 
     async def _receive(self, channel: AbstractChannel) -> None:
-        async def arrive(message: DeliveredMessage) -> None:
-            found = read_task(message)
-            if found is None:
-                log.warning("a message that is no task lies in a work queue", durable=self._durable)
-                await channel.basic_ack(message.delivery_tag or 0)
-                return
-            delivery = RabbitDelivery(self, channel, message, *found)
-            self._held[id(delivery)] = delivery
-            self._arrived.put_nowait(delivery)
-
-        await channel.basic_consume(work_queue(self._run, self._durable), arrive)
+        incoming = Incoming(channel)
+        await incoming.open_queue(work_queue(self._run, self._durable))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch)
-            await until_closed(channel)
-            tasks.cancel_scope.cancel()
+            try:
+                while True:
+                    await self._arrive(channel, await incoming.next())
+            finally:
+                tasks.cancel_scope.cancel()
+
+    async def _arrive(self, channel: AbstractChannel, message: DeliveredMessage) -> None:
+        found = read_task(message)
+        if found is None:
+            log.warning("a message that is no task lies in a work queue", durable=self._durable)
+            await channel.basic_ack(message.delivery_tag or 0)
+            return
+        delivery = RabbitDelivery(self, channel, message, *found)
+        self._held[id(delivery)] = delivery
+        self._arrived.put_nowait(delivery)
 
     def _forget(self) -> None:
         """The channel is gone: all that was held, also what nobody took yet, goes to others, except what is parked."""

@@ -1,0 +1,23 @@
+"""The conformance suite on a real RabbitMQ, at its level."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.conformance import Check, checks_at
+
+pytestmark = pytest.mark.resources
+
+
+def named(check) -> str:
+    return check.__name__.removeprefix("check_")
+
+
+@pytest.mark.parametrize("check", checks_at(()), ids=named)
+async def test_rabbitmq(check: Check, make):
+    await check(make)
+
+
+async def test_the_level_is_told(make):
+    async with make() as broker:
+        assert broker.capabilities == frozenset()
