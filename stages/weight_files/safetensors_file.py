@@ -23,10 +23,13 @@ _MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
 _CHUNK_BYTES: Final = 4 * 1024 * 1024
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True):
+    """What a header says of one tensor."""
+
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
+    """Counted from where the data begins."""
 
 
 def tensor_file(folder: str | Path) -> Path:
@@ -69,28 +72,11 @@ def read_manifest(path: Path) -> WeightsManifest:
 
 
 def _manifest(path: Path, file: BufferedReader, size_bytes: int) -> WeightsManifest:
-    if size_bytes < 8:
-        raise WeightsRefusedError(f"{path}: truncated: {size_bytes} bytes, not even a header length")
-    header_bytes = int.from_bytes(file.read(8), "little")
-    start_of_data = 8 + header_bytes
-    if header_bytes > _MAX_HEADER_BYTES or start_of_data > size_bytes:
-        raise WeightsRefusedError(
-            f"{path}: truncated: the header takes {header_bytes} bytes, the file has {size_bytes}"
-        )
-    try:
-        header = msgspec.json.decode(file.read(header_bytes), type=dict[str, object])
-        header.pop("__metadata__", None)
-        entries: Mapping[str, _Entry] = msgspec.convert(header, dict[str, _Entry])
-    except msgspec.MsgspecError as error:
-        raise WeightsRefusedError(f"{path}: its header can't be read: {error}") from error
+    start_of_data, entries = read_entries(path, file, size_bytes)
     tensors: list[Tensor] = []
     for name in sorted(entries):
         entry = entries[name]
         start, end = entry.data_offsets
-        if not 0 <= start <= end <= size_bytes - start_of_data:
-            raise WeightsRefusedError(
-                f"{path}: truncated: tensor {name} ends at {end}, the data at {size_bytes - start_of_data}"
-            )
         tensors.append(
             Tensor(
                 name=name,
@@ -102,6 +88,35 @@ def _manifest(path: Path, file: BufferedReader, size_bytes: int) -> WeightsManif
             )
         )
     return WeightsManifest(tensors=tensors, total_bytes=size_bytes)
+
+
+def read_entries(path: Path, file: BufferedReader, size_bytes: int) -> tuple[int, Mapping[str, Entry]]:
+    """Where the data begins, and what the header says of each tensor; the data itself is not read.
+
+    Raises:
+        WeightsRefusedError: the file is truncated or no safetensors file.
+    """
+    if size_bytes < 8:
+        raise WeightsRefusedError(f"{path}: truncated: {size_bytes} bytes, not even a header length")
+    header_bytes = int.from_bytes(file.read(8), "little")
+    start_of_data = 8 + header_bytes
+    if header_bytes > _MAX_HEADER_BYTES or start_of_data > size_bytes:
+        raise WeightsRefusedError(
+            f"{path}: truncated: the header takes {header_bytes} bytes, the file has {size_bytes}"
+        )
+    try:
+        header = msgspec.json.decode(file.read(header_bytes), type=dict[str, object])
+        header.pop("__metadata__", None)
+        entries: Mapping[str, Entry] = msgspec.convert(header, dict[str, Entry])
+    except msgspec.MsgspecError as error:
+        raise WeightsRefusedError(f"{path}: its header can't be read: {error}") from error
+    for name, entry in entries.items():
+        start, end = entry.data_offsets
+        if not 0 <= start <= end <= size_bytes - start_of_data:
+            raise WeightsRefusedError(
+                f"{path}: truncated: tensor {name} ends at {end}, the data at {size_bytes - start_of_data}"
+            )
+    return start_of_data, entries
 
 
 def _checksum(file: BufferedReader, start: int, size_bytes: int) -> str:
