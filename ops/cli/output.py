@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import anyio
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ops.stopping import until_stopped
 
 
 def write_json(value: object) -> None:
@@ -37,22 +37,6 @@ def progress_bar(*, quiet: bool) -> Progress:
         disable=quiet or not screen.is_terminal,
         transient=True,
     )
-
-
-@asynccontextmanager
-async def until_stopped(on_stop: Callable[[], None]) -> AsyncGenerator[None]:
-    """Call `on_stop` at the first Ctrl-C or SIGTERM; a second one ends the program at once."""
-
-    async def watch() -> None:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for number in signals:
-                on_stop()
-                signal.signal(number, signal.SIG_DFL)
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watch)
-        yield
-        tasks.cancel_scope.cancel()
 
 
 def run_until_interrupt(work: Callable[[], Awaitable[None]]) -> bool:

@@ -14,11 +14,12 @@ import xxhash
 from cyclopts import Parameter
 
 from ops.cli.failing import EXIT_INTERRUPTED, plain_errors
-from ops.cli.output import console, progress_bar, until_stopped, write_json
+from ops.cli.output import console, progress_bar, write_json
 from ops.connection import open_run
 from ops.logtools.closing import CloseFigures, close_stream
 from ops.logtools.prompts import Prompt, RowError, check_row, read_rows
 from ops.logtools.publish import PublishFigures, Publishing, PublishSettings
+from ops.stopping import until_stopped
 from schemas.errors import ConfigError
 
 app = cyclopts.App(name="publish", help="Put work on a run's log.")

@@ -10,10 +10,11 @@ from cyclopts import Parameter
 
 from broker.recording import Recorder, RecorderFigures, RecorderSettings
 from ops.cli.failing import plain_errors
-from ops.cli.output import console, progress_bar, until_stopped, write_json
+from ops.cli.output import console, progress_bar, write_json
 from ops.connection import open_run
 from ops.logtools.plain import size
 from ops.logtools.record import DEFAULT_ROTATE_BYTES, record_run
+from ops.stopping import until_stopped
 from pipeline.logs import set_up_logs
 
 

@@ -19,11 +19,12 @@ from broker.recording import Recording
 from broker.settings import ConnectSettings
 from ops.cli.failing import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, plain_errors
 from ops.cli.log_views import print_report
-from ops.cli.output import console, progress_bar, until_stopped, write_json
+from ops.cli.output import console, progress_bar, write_json
 from ops.logtools.points import parse_stretch
 from ops.logtools.replay import Replay, ReplayFigures, ReplaySettings
 from ops.logtools.stage_diffs import diff_stage
 from ops.run_folder import Endpoints, RunFolder
+from ops.stopping import until_stopped
 from pipeline.logs import set_up_logs
 from schemas.errors import ConfigError
 from schemas.subjects import PREFIX, check_filter

@@ -6,11 +6,10 @@ lock folder ─▶ check all ─▶ policy ─▶ NATS ─▶ run.started ─▶
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
 import anyio
@@ -38,6 +37,7 @@ from ops.running.recording import RecordingOutcome, RunRecording, check_recordin
 from ops.running.rollouts import registrations_left, until_finished, until_rolled_out
 from ops.running.source import check_source, find_source
 from ops.secrets import RunSecrets, run_secrets
+from ops.stopping import until_stopped
 from ops.supervise.process import ProcessGivenUpError, ProcessSpec, RestartPolicy, python
 from ops.supervise.supervisor import Supervisor
 from pipeline.log import RunLog
@@ -97,8 +97,8 @@ async def run(
         check_recording(recording, config.run.id)
         folder.write_config(config)
         secrets = run_secrets(folder.path)
-        async with _stop_signals() as stopped, anyio.create_task_group() as tasks:
-            supervisor = Supervisor(tasks)
+        stopped = anyio.Event()
+        async with anyio.create_task_group() as tasks, _until_stopped(stopped, supervisor := Supervisor(tasks)):
             try:
                 await _prepare(folder, supervisor, stopped)
                 async with _nats(config, folder, tasks) as (url, settings):
@@ -153,22 +153,9 @@ async def _ended(supervisor: Supervisor) -> AsyncGenerator[None]:
         await supervisor.stop()
 
 
-@asynccontextmanager
-async def _stop_signals() -> AsyncGenerator[anyio.Event]:
-    """An event that Ctrl-C or SIGTERM sets."""
-    stopped = anyio.Event()
-
-    async def watch() -> None:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for number in signals:
-                if stopped.is_set():
-                    log.warning("already stopping", signal=signal.Signals(number).name)
-                stopped.set()
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watch)
-        yield stopped
-        tasks.cancel_scope.cancel()
+def _until_stopped(stopped: anyio.Event, supervisor: Supervisor) -> AbstractAsyncContextManager[None]:
+    """Ctrl-C or SIGTERM sets the event; a second one kills all processes and ends this one."""
+    return until_stopped(stopped.set, on_force=supervisor.kill)
 
 
 async def _prepare(folder: RunFolder, supervisor: Supervisor, stopped: anyio.Event) -> None:

@@ -125,6 +125,12 @@ class SupervisedProcess:
             with anyio.move_on_after(5.0):
                 await process.wait()
 
+    def kill(self) -> None:
+        """SIGKILL to its group, now."""
+        self._stopping = True
+        if self._process is not None:
+            _signal_group(self._process.pid, signal.SIGKILL)
+
     def last_lines(self) -> list[str]:
         """The end of its log."""
         try:

@@ -62,6 +62,11 @@ class Supervisor:
                         if process.spec.serves_others is serves_others:
                             tasks.start_soon(process.stop)
 
+    def kill(self) -> None:
+        """SIGKILL to all, without waiting: this process is about to end."""
+        for process in self.processes.values():
+            process.kill()
+
     def fail(self, reason: str) -> None:
         """End everything for a reason that is no process's own."""
         if self.failure is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -14,6 +15,7 @@ from ops.arena.lifeline import die_with_parent
 from ops.connection import connect_to
 from ops.metrics.serving import serve_metrics
 from ops.run_folder import RunFolder
+from ops.stopping import until_stopped
 from ops.wiring import run_service
 from ops.workers.context import WorkerContext
 from ops.workers.prepare import prepare
@@ -27,15 +29,14 @@ EXIT_DRAINED = 128 + signal.SIGTERM
 
 
 async def run_worker(stages: Sequence[str], folder: RunFolder) -> bool:
-    """Run these services until drained, or until one of them fails. Whether they ended by themselves."""
+    """Run these services until drained (by a first signal), or until one of them fails. Whether they ended by themselves."""
     if list(stages) == ["prepare"]:
         await anyio.to_thread.run_sync(prepare, folder)
         return True
     config, endpoints = folder.read_config(), folder.read_endpoints()
     async with connect_to(endpoints, name="+".join(stages)) as broker:
         context = WorkerContext(folder, config, endpoints, broker)
-        async with anyio.create_task_group() as background:
-            background.start_soon(_drain_on_signal, context)
+        async with until_stopped(partial(_drain, context)), anyio.create_task_group() as background:
             background.start_soon(context.announce_reports)
             if config.metrics.port:
                 background.start_soon(serve_metrics, config.metrics, stages[0], context.reports)
@@ -46,14 +47,9 @@ async def run_worker(stages: Sequence[str], folder: RunFolder) -> bool:
         return not context.draining.is_set()
 
 
-async def _drain_on_signal(context: WorkerContext) -> None:
-    """The first signal drains, the second ends at once."""
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async for number in signals:
-            if context.draining.is_set():
-                os._exit(128 + number)
-            log.info("draining", signal=signal.Signals(number).name)
-            context.drain()
+def _drain(context: WorkerContext) -> None:
+    log.info("draining")
+    context.drain()
 
 
 def tie_to_parent() -> None:
