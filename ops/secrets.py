@@ -31,8 +31,15 @@ class RunSecrets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_secrets(folder: Path) -> RunSecrets:
-    """The keys of a run's folder, made when missing (mode 0600)."""
-    path = folder / _FILE
+    """The keys of a run's folder, made when missing (mode 0600). A control key in the environment goes before the folder's:
+    services that open sessions are told it beforehand.
+    """
+    made = _standing(folder / _FILE)
+    chosen = os.environ.get(CONTROL_KEY_ENV, "")
+    return msgspec.structs.replace(made, control_key=chosen) if chosen else made
+
+
+def _standing(path: Path) -> RunSecrets:
     if path.is_file():
         return msgspec.json.decode(path.read_bytes(), type=RunSecrets)
     made = RunSecrets(

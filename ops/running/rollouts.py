@@ -16,6 +16,7 @@ from stages.clients.arena.client import ArenaAccess, open_arena
 _LOOK_S = 10.0
 """How long the end of a run may take to look for registrations that were left."""
 _AT_ONCE = 16
+_REGISTERS = frozenset((ArenaRoute.SESSION_GATEWAY.value, ArenaRoute.GATEWAY.value))
 
 
 async def until_rolled_out(broker: Broker, config: RunConfig, done: anyio.Event) -> None:
@@ -74,7 +75,7 @@ async def registrations_left(broker: Broker, access: ArenaAccess) -> int | None:
     async with RunLog(broker).read([EPISODE_LAUNCHED], follow=False) as entries:
         async for entry in entries:
             launched = entry.message
-            if isinstance(launched, EpisodeLaunched) and launched.route != ArenaRoute.DIRECT.value:
+            if isinstance(launched, EpisodeLaunched) and launched.route in _REGISTERS:
                 names.add(launched.model_name)
     standing = 0
     limiter = anyio.CapacityLimiter(_AT_ONCE)
