@@ -21,6 +21,7 @@ from broker.embedded import embedded_server
 from broker.errors import NoSuchStreamError, NotConnectedError, StoreLockedError
 from broker.settings import ConnectSettings
 from ops.run_folder import Endpoints, RunFolder, RunFolderError
+from schemas.config import BrokerSection
 
 _ANSWER_S: Final = 2.0
 """A server on this machine that has not answered within this time is not there."""
@@ -150,8 +151,26 @@ async def served_store(folder: RunFolder, run: str, *, name: str) -> AsyncGenera
 @asynccontextmanager
 async def connect_to(endpoints: Endpoints, *, name: str, deadline_s: float | None = None) -> AsyncGenerator[Broker]:
     """A connection to the run's broker."""
-    settings = ConnectSettings(name=name, token_file=endpoints.broker_token_file)
+    settings = msgspec.structs.replace(endpoints.broker_login, name=name)
     if deadline_s is not None:
         settings = msgspec.structs.replace(settings, connect_deadline_s=deadline_s)
     async with connect(endpoints.broker_url, endpoints.run, settings) as broker:
         yield broker
+
+
+def broker_login(broker: BrokerSection, folder: RunFolder) -> ConnectSettings:
+    """How a run's processes log in at its broker, and where its payloads are: names of files and folders, no secret."""
+    payload_dir = "" if broker.payloads == "broker" else broker.payloads
+    if not payload_dir and urlsplit(broker.url).scheme in ("amqp", "amqps"):
+        payload_dir = str(folder.path / "store")  # RabbitMQ keeps neither payloads nor last values
+    return ConnectSettings(
+        user=broker.user,
+        password_file=broker.password_file,
+        token_file=broker.token_file,
+        creds_file=broker.creds_file,
+        nkey_seed_file=broker.nkey_seed_file,
+        tls_ca_file=broker.tls_ca_file,
+        tls_cert_file=broker.tls_cert_file,
+        tls_key_file=broker.tls_key_file,
+        payload_dir=payload_dir,
+    )

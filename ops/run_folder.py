@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from broker.settings import ConnectSettings
 from ops.config import RunConfig
 
 
@@ -23,7 +24,8 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     broker_url: str = ""
-    broker_token_file: str = ""
+    broker_login: ConnectSettings = ConnectSettings()
+    """How to log in there: names of files, no secret."""
     arena_url: str = ""
     gateway_port: int = 0
     supervisor_pid: int = 0

@@ -47,7 +47,7 @@ async def _run(rounds: int) -> BenchResult:
         async with embedded_server(folder.nats) as server:
             settings = server.connect_settings()
             limits = RunLimits(log_max_bytes=8 * 2**30)
-            folder.write_endpoints(Endpoints(run=RUN, broker_url=server.url, broker_token_file=settings.token_file))
+            folder.write_endpoints(Endpoints(run=RUN, broker_url=server.url, broker_login=settings))
             async with connect(server.url, RUN, settings, create=True, limits=limits) as broker:
                 await fill(broker, _SIZE)
                 for number in range(rounds):

@@ -192,7 +192,7 @@ async def _broker(target: _Target) -> AsyncGenerator[Broker]:
     await server.start()
     try:
         settings = server.connect_settings(ConnectSettings(name="replay"))
-        folder.write_endpoints(Endpoints(run=target.run, broker_url=server.url, broker_token_file=settings.token_file))
+        folder.write_endpoints(Endpoints(run=target.run, broker_url=server.url, broker_login=settings))
         async with connect(server.url, target.run, settings, create=True) as broker:
             yield broker
     finally:

@@ -13,13 +13,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
 import anyio
-import anyio.abc
 import msgspec
 import structlog
 
 from broker.api import Broker
 from broker.connect import connect
-from broker.embedded import EmbeddedServer, EmbeddedSettings
 from broker.settings import ConnectSettings
 from broker.topology import RunLimits
 from ops import VERSION
@@ -35,6 +33,7 @@ from ops.running.post_exit import run_post_exit
 from ops.running.progress import Progress
 from ops.running.recording import RecordingOutcome, RunRecording, check_recording, recorded
 from ops.running.rollouts import registrations_left, until_finished, until_rolled_out
+from ops.running.server import run_broker
 from ops.running.source import check_source, find_source
 from ops.secrets import RunSecrets, run_secrets
 from ops.stopping import until_stopped
@@ -101,7 +100,7 @@ async def run(
         async with anyio.create_task_group() as tasks, _until_stopped(stopped, supervisor := Supervisor(tasks)):
             try:
                 await _prepare(folder, supervisor, stopped)
-                async with _nats(config, folder, tasks) as (url, settings):
+                async with run_broker(config, folder, tasks) as (url, settings):
                     async with (
                         connect(url, config.run.id, settings, create=True, limits=_limits(config)) as broker,
                         recorded(recording, broker, tasks) as kept,
@@ -178,55 +177,6 @@ async def _prepare(folder: RunFolder, supervisor: Supervisor, stopped: anyio.Eve
         raise RunInterruptedError("interrupted while the policy was made ready; the same command starts again")
 
 
-@asynccontextmanager
-async def _nats(
-    config: RunConfig, folder: RunFolder, tasks: anyio.abc.TaskGroup
-) -> AsyncGenerator[tuple[str, ConnectSettings]]:
-    """The run's broker: the configured one, or an embedded server that is started again whenever it dies."""
-    broker = config.broker
-    if broker.url != "embedded":
-        yield (
-            broker.url,
-            ConnectSettings(
-                name="run",
-                user=broker.user,
-                password_file=broker.password_file,
-                token_file=broker.token_file,
-                creds_file=broker.creds_file,
-                nkey_seed_file=broker.nkey_seed_file,
-                tls_ca_file=broker.tls_ca_file,
-                tls_cert_file=broker.tls_cert_file,
-                tls_key_file=broker.tls_key_file,
-            ),
-        )
-        return
-    server = EmbeddedServer(
-        folder.nats,
-        EmbeddedSettings(
-            binary=broker.server_binary,
-            port=broker.server_port,
-            sync_interval="always" if broker.sync_always else "2m",
-        ),
-    )
-    await server.start()
-    scope = anyio.CancelScope()
-
-    async def watch() -> None:
-        with scope:
-            while True:
-                await anyio.sleep(0.1)
-                if server.returncode is not None:
-                    log.warning("the NATS server died and is started again", exit=server.returncode)
-                    await server.start()
-
-    tasks.start_soon(watch)
-    try:
-        yield server.url, server.connect_settings(ConnectSettings(name="run"))
-    finally:
-        scope.cancel()
-        await server.stop()
-
-
 def _limits(config: RunConfig) -> RunLimits:
     return RunLimits(
         log_max_bytes=config.broker.max_bytes,
@@ -243,7 +193,7 @@ def _endpoints(config: RunConfig, folder: RunFolder, url: str, settings: Connect
     endpoints = Endpoints(
         run=config.run.id,
         broker_url=url,
-        broker_token_file=settings.token_file,
+        broker_login=settings,
         gateway_port=port or _free_port(config.gateway.host),
     )
     folder.write_endpoints(endpoints)

@@ -19,10 +19,10 @@ from broker.connect import connect
 from broker.errors import NoSuchStreamError, NotConnectedError, StoreLockedError
 from broker.settings import ConnectSettings
 from ops.config import RunConfig
-from ops.connection import find_run, served_store
+from ops.connection import broker_login, find_run, served_store
 from ops.run_folder import RunFolder, RunFolderError
 from pipeline.log import RunLog
-from schemas.config import BrokerSection, RolloutSection, SamplingSection
+from schemas.config import RolloutSection, SamplingSection
 from schemas.errors import ConfigError
 from schemas.messages.sampling import RunStarted
 from schemas.messages.training import StepTrained
@@ -85,7 +85,11 @@ def find_source(config: RunConfig) -> SourceRun:
     except RunFolderError:
         if config.broker.url == "embedded":
             raise
-        found = SourceRun(run=config.run.from_run, url=config.broker.url, settings=_settings(config.broker))
+        found = SourceRun(
+            run=config.run.from_run,
+            url=config.broker.url,
+            settings=broker_login(config.broker, RunFolder(config.run.dir)),
+        )
     else:
         if folder.path == RunFolder(config.run.dir).path:
             raise ConfigError(f"run.dir: expected another folder than the first run's, found {config.run.dir}")
@@ -93,7 +97,7 @@ def find_source(config: RunConfig) -> SourceRun:
         found = SourceRun(
             run=endpoints.run,
             url=endpoints.broker_url,
-            settings=msgspec.structs.replace(_settings(broker), token_file=endpoints.broker_token_file),
+            settings=endpoints.broker_login,
             folder=str(folder.path) if broker.url == "embedded" else "",
         )
     if found.run == config.run.id:
@@ -102,20 +106,6 @@ def find_source(config: RunConfig) -> SourceRun:
             "--set run.id=… (and a folder with --set run.dir=…)"
         )
     return found
-
-
-def _settings(broker: BrokerSection) -> ConnectSettings:
-    return ConnectSettings(
-        name="from-run",
-        user=broker.user,
-        password_file=broker.password_file,
-        token_file=broker.token_file,
-        creds_file=broker.creds_file,
-        nkey_seed_file=broker.nkey_seed_file,
-        tls_ca_file=broker.tls_ca_file,
-        tls_cert_file=broker.tls_cert_file,
-        tls_key_file=broker.tls_key_file,
-    )
 
 
 @asynccontextmanager

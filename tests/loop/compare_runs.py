@@ -54,7 +54,7 @@ class FirstRun:
     async def begin(self, *, steps: int | None) -> None:
         await self.server.start()
         self.folder.write_endpoints(
-            Endpoints(run="first", broker_url=self.server.url, broker_token_file=str(self.server.token_file))
+            Endpoints(run="first", broker_url=self.server.url, broker_login=self.server.connect_settings())
         )
         async with self.open() as broker:
             await RunLog(broker).publish(

@@ -53,7 +53,7 @@ async def test_prompts_that_arrive_while_a_run_goes_on_are_drawn_in_order_once(h
             assert (await _publish(broker, rows)).published == 2
             await run.wait_for_step(1)
             assert (await _publish(broker, rows)).published == 0
-            token = await anyio.Path(endpoints.broker_token_file).read_text()
+            token = await anyio.Path(endpoints.broker_login.token_file).read_text()
             for number in range(2, 4):
                 await _publish_without_headrace(endpoints.broker_url, token.strip(), f"r{number}")
             await run.wait_for_step(2)

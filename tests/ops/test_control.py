@@ -61,7 +61,7 @@ async def folder(tmp_path):
         async with connect(server.url, "r", settings, create=True):
             pass
         found = RunFolder(tmp_path)
-        found.write_endpoints(Endpoints(run="r", broker_url=server.url, broker_token_file=settings.token_file))
+        found.write_endpoints(Endpoints(run="r", broker_url=server.url, broker_login=settings))
         yield found
     finally:
         await server.stop()

@@ -55,7 +55,7 @@ def replayed(app, recorded, tmp_path_factory):
     anyio.run(server.start)
     run = find_run(str(folder))
     run.write_endpoints(
-        type(run.read_endpoints())(run="r", broker_url=server.url, broker_token_file=str(server.token_file))
+        type(run.read_endpoints())(run="r", broker_url=server.url, broker_login=server.connect_settings())
     )
     yield folder
     anyio.run(server.stop)
