@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from broker.errors import BrokerError
+from pipeline.generations import Generations
 from pipeline.log import RunLog, topic_of
 from pipeline.metrics import Metrics
 from pipeline.publishing import publish_patiently
@@ -71,6 +72,16 @@ class LogWeights:
 
     async def find(self, version: int, generation: int) -> WeightsPublished | None:
         return await self._log.find(WEIGHTS_PUBLISHED, version, generation)
+
+
+async def published_generations(log: RunLog) -> Generations:
+    """The trainers whose weights were published so far."""
+    generations = Generations()
+    async with log.read([WEIGHTS_PUBLISHED], follow=False) as entries:
+        async for entry in entries:
+            if isinstance(entry.message, WeightsPublished):
+                generations.admits(entry.message.generation)
+    return generations
 
 
 class LogLaunches:

@@ -21,6 +21,7 @@ import msgspec
 from broker.errors import BrokerError
 from ops.logtools.row_places import row_places
 from ops.logtools.sources import LogSource, tell
+from pipeline.generations import Generations
 from schemas.errors import ConfigError, SchemaError
 from schemas.messages.rollout import EpisodeEnded, InteractionRecorded, InteractionTokens, Trajectory
 from schemas.messages.training import Manifest, StepAssembled, StepTrained
@@ -209,6 +210,7 @@ async def _tokens(source: LogSource, call: InteractionRecorded) -> InteractionTo
 
 async def _steps(source: LogSource, steps: _Table | None, rows: _Table | None) -> None:
     waiting: dict[int, Line] = {}
+    generations = Generations()
     async for record in source.read([f"{PREFIX}.{source.run}.step.*.>"]):
         match tell(record).message:
             case StepAssembled() as step if step.step not in waiting:
@@ -220,6 +222,8 @@ async def _steps(source: LogSource, steps: _Table | None, rows: _Table | None) -
                 }  # fmt: skip
                 if rows is not None:
                     await _rows(source, step, rows)
+            case StepTrained() as trained if not generations.admits(trained.generation):
+                pass
             case StepTrained() as trained if "digest" not in waiting.get(trained.step, {"digest": ""}):
                 waiting[trained.step] |= {
                     "trained_time": int(record.unix_time_s * 1e6), "generation": trained.generation,

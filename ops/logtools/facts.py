@@ -11,6 +11,7 @@ import msgspec
 
 from broker.api import Record
 from ops.logtools.sources import LogSource, Told, tell
+from pipeline.generations import Generations
 from schemas.errors import InvalidIdError
 from schemas.messages import rollout as r
 from schemas.messages import sampling as s
@@ -134,6 +135,9 @@ class StepFacts:
         self.trained: Final[dict[int, At[t.StepTrained]]] = {}
         self.published: Final[dict[int, At[t.WeightsPublished]]] = {}
         self.loaded: Final[list[At[t.WeightsLoaded]]] = []
+        self.superseded: Final[list[At[t.StepTrained]]] = []
+        """What trainers said after a later one had spoken: nobody goes by it."""
+        self._generations: Final = Generations()
 
     def take(self, told: Told) -> None:
         """One message; the first of a key stands, and of several trainers' the first that came."""
@@ -142,9 +146,13 @@ class StepFacts:
             case t.StepAssembled():
                 self.assembled.setdefault(message.step, _at(message, told.record))
             case t.StepTrained():
-                self.trained.setdefault(message.step, _at(message, told.record))
+                if self._generations.admits(message.generation):
+                    self.trained.setdefault(message.step, _at(message, told.record))
+                else:
+                    self.superseded.append(_at(message, told.record))
             case t.WeightsPublished():
-                self.published.setdefault(message.version, _at(message, told.record))
+                if message.generation >= self._generations.newest:
+                    self.published.setdefault(message.version, _at(message, told.record))
             case t.WeightsLoaded():
                 self.loaded.append(_at(message, told.record))
             case _:

@@ -31,6 +31,7 @@ from ops.run_folder import RunFolder
 from ops.workers.trainer import open_backend
 from pipeline.errors import ContractError, DeadlineError, PipelineError
 from pipeline.fold import Output
+from pipeline.generations import Generations
 from pipeline.retries import retries_of
 from pipeline.runner import describe
 from schemas.errors import ConfigError, DecodeError, SchemaError
@@ -200,9 +201,10 @@ def _under(fields: list[FieldDifference], path: str) -> list[FieldDifference]:
 async def diff_training(recording: Recording, config: RunConfig, unfinished: list[str]) -> AsyncIterator[Compared]:
     """Training: the recorded manifests and rows again, from version 0, against the digests of the weights."""
     trained: dict[int, StepTrained] = {}
+    generations = Generations()
     for record in recording.records([STEP_TRAINED.filter(recording.run)]):
         message = tell(record).message
-        if isinstance(message, StepTrained):
+        if isinstance(message, StepTrained) and generations.admits(message.generation):
             trained.setdefault(message.step, message)
     with tempfile.TemporaryDirectory(prefix="headrace-replay-") as name:
         folder = RunFolder(Path(name))

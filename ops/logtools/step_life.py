@@ -44,6 +44,7 @@ async def step_life(source: LogSource, subject: Subject, steps: StepFacts) -> Li
             if loaded.message.version == number:
                 detail = f"by {loaded.message.engine} in {duration(loaded.message.seconds)}"
                 events.append(event(loaded, "weights loaded", detail, "", published.time_s, "the engine"))
+    events.extend(_ignored_event(late) for late in steps.superseded if late.message.step == number)
     return Life(
         name=subject.name,
         kind=subject.kind.value,
@@ -75,6 +76,12 @@ def _assembled_facts(message: StepAssembled) -> dict[str, Plain]:
         "staleness": message.step - 1 - message.min_version,
         "mean_reward": message.mean_reward,
     }
+
+
+def _ignored_event(late: At[StepTrained]) -> Event:
+    done = late.message
+    detail = f"generation {done.generation}, superseded before it said so: ignored by all, weights {done.digest}"
+    return event(late, "trained too late", detail, "", None, "")
 
 
 def _trained_event(trained: At[StepTrained], assembled: At[StepAssembled] | None) -> Event:

@@ -14,6 +14,7 @@ from ops.logtools.plain import moment
 from ops.logtools.sources import LiveSource, LogSource, tell
 from ops.report.figures import Fault, ReportFigures, StepFigures
 from ops.report.hops import HopTimes, Throughput
+from pipeline.generations import Generations
 from schemas.errors import ConfigError, SchemaError
 from schemas.messages.rollout import Trajectory
 from schemas.messages.sampling import Control, DeadLetter, GroupClosed, RunStarted, StreamListed
@@ -90,6 +91,7 @@ class _Reading:
         """Of each open group: where its latest trajectory stands."""
         self._first_s = self._last_s = 0.0
         self._num_messages = self._num_unreadable = 0
+        self._generations: Final = Generations()
 
     def take(self, message: msgspec.Struct | None, sequence: int, time_s: float) -> None:
         """One message, with its place and time."""
@@ -122,7 +124,7 @@ class _Reading:
                     self.folded_at_least = max(self.folded_at_least, latest)
             case StepAssembled():
                 self._assembled(message, time_s)
-            case StepTrained():
+            case StepTrained() if self._generations.admits(message.generation):
                 self._trained(message, time_s)
             case DeadLetter():
                 count, _ = self._letters.get((message.stage, message.reason), (0, message))

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from ops.report.figures import Hop, Rate
+from pipeline.generations import Generations
 from schemas.messages.rollout import EpisodeAccepted, EpisodeEnded, EpisodeLaunched, Trajectory
 from schemas.messages.sampling import EpisodeRequested, GroupClosed
 from schemas.messages.training import StepAssembled, StepTrained
@@ -40,6 +41,7 @@ class HopTimes:
         self._closed: Final[dict[str, float]] = {}
         self._assembled: Final[dict[int, float]] = {}
         self._trained: Final[dict[int, float]] = {}
+        self._generations: Final = Generations()
 
     def take(self, message: msgspec.Struct, time_s: float) -> None:
         """One message of the log."""
@@ -66,7 +68,7 @@ class HopTimes:
                 for dropped in message.dropped:
                     self._closed.pop(dropped.group, None)
                 self._assembled.setdefault(message.step, time_s)
-            case StepTrained():
+            case StepTrained() if self._generations.admits(message.generation):
                 self._add("step assembled → trained", self._assembled.get(message.step), time_s)
                 self._trained.setdefault(message.step, time_s)
             case _:

@@ -12,6 +12,7 @@ from broker.api import Broker
 from broker.errors import BrokerError
 from ops.config import RunConfig
 from ops.status import service_of
+from pipeline.generations import Generations
 from pipeline.log import RunLog
 from pipeline.metrics import REPORT_PREFIX, WorkerReport
 from schemas.messages.training import StepAssembled, StepTrained
@@ -64,12 +65,15 @@ class Progress:
                 self.reports[report.stage] = report
 
     async def _read(self, broker: Broker) -> None:
+        generations = Generations()
         async with RunLog(broker).read([STEP_ASSEMBLED, STEP_TRAINED]) as entries:
             async for entry in entries:
                 match entry.message:
                     case StepAssembled(step=step, mean_reward=reward):
                         self._assembled[step] = reward
-                    case StepTrained(step=step, seconds=seconds, stats=stats):
+                    case StepTrained(step=step, seconds=seconds, stats=stats, generation=generation) if (
+                        generations.admits(generation)
+                    ):
                         self.rewards[step] = self._assembled.get(step, 0.0)
                         self.step_s[step] = seconds
                         self.stats = stats

@@ -9,6 +9,7 @@ import msgspec
 
 from ops.control import Standing
 from ops.status import service_of
+from pipeline.generations import Generations
 from pipeline.metrics import WorkerReport
 from schemas.messages.rollout import Trajectory
 from schemas.messages.sampling import DeadLetter, GroupClosed, GroupIssued
@@ -93,6 +94,7 @@ class Model:
         self.problem = ""
         """Why nothing new comes; empty while the broker answers."""
         self._assembled: Final[dict[int, tuple[float, int]]] = {}
+        self._generations: Final = Generations()
 
     def take_report(self, report: WorkerReport) -> None:
         """A worker's announcement."""
@@ -139,7 +141,7 @@ class Model:
                     line.state = "waiting" if message.usable else f"dropped: {message.reason}"
             case StepAssembled():
                 self._assemble(message)
-            case StepTrained():
+            case StepTrained() if self._generations.admits(message.generation):
                 self._train(message)
             case DeadLetter():
                 stage = service_of(message.stage)

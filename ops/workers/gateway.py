@@ -13,12 +13,14 @@ import structlog
 
 from ops.adapters import LogRecorder
 from ops.config import run_streams
+from ops.engines.plan import has_servers
 from ops.gateway_peers import NAME_LABEL, URL_LABEL, LivePeers
 from ops.online.service import OnlineService
 from ops.policy_folder import policy_folder
 from ops.secrets import CONTROL_KEY_ENV, GENERATION_KEY_ENV
 from ops.session_calls import serve_sessions
 from ops.workers.context import WorkerContext
+from ops.workers.routed import Sampling, routed_engines
 from pipeline.metrics import Metrics
 from schemas.config import EngineKind
 from schemas.config_arena import StreamRunner
@@ -49,32 +51,21 @@ log = structlog.get_logger("headrace.gateway")
 async def run_gateway(context: WorkerContext) -> None:
     """Serve agents until the worker drains."""
     config, metrics = context.config, context.metrics("gateway")
-    metrics.wait_for("the engine's model")
     incarnation = f"{os.getpid():x}-{secrets.token_hex(3)}"
+    engines = (
+        routed_engines(context, metrics) if has_servers(config.engine) else own_engine(context, metrics, incarnation)
+    )
     async with (
         anyio.create_task_group() as tasks,
-        open_engine(context) as engine,
+        engines as sampling,
         forwarding_client() as http,
     ):
         peers = LivePeers(context.broker, HttpForwarder(http))
-        gated = GatedEngine(engine)
-        receiver = Receiver(
-            engine,
-            context.payloads,
-            cache_dir=weights_cache(context),
-            mode=SwapMode(config.engine.swap),
-            incarnation=incarnation,
-            say=context.log.publish,
-            metrics=metrics,
-            on_state=gated.be,
-        )
-        metrics.wait_for("the current weights")
-        sequence = await _catch_up(context, receiver)
         name = f"gw-{incarnation}"
         online = _online(context, name, peers)
         gateway = Gateway(
             _settings(context, name),
-            engine=gated,
+            engine=sampling.source,
             tokenizer=load_tokenizer(policy_folder(config, context.folder)),
             recorder=LogRecorder(context.log),
             payloads=context.payloads,
@@ -84,9 +75,7 @@ async def run_gateway(context: WorkerContext) -> None:
         tasks.start_soon(peers.listen)
         if online is not None:
             await tasks.start(online.run, gateway.close_session)
-        tasks.start_soon(_follow_weights, context, receiver, sequence)
-        tasks.start_soon(receiver.run)
-        tasks.start_soon(_report, gateway, online, engine, metrics)
+        tasks.start_soon(_report, gateway, online, sampling, metrics)
 
         serving = anyio.Event()
 
@@ -151,6 +140,34 @@ def _settings(context: WorkerContext, name: str) -> GatewaySettings:
 
 
 @asynccontextmanager
+async def own_engine(context: WorkerContext, metrics: Metrics, incarnation: str) -> AsyncGenerator[Sampling]:
+    """The engine in this process, at the current weights and kept there.
+
+    Raises:
+        ConfigError: see `open_engine`.
+    """
+    metrics.wait_for("the engine's model")
+    async with open_engine(context) as engine, anyio.create_task_group() as tasks:
+        gated = GatedEngine(engine)
+        receiver = Receiver(
+            engine,
+            context.payloads,
+            cache_dir=weights_cache(context),
+            mode=SwapMode(context.config.engine.swap),
+            incarnation=incarnation,
+            say=context.log.publish,
+            metrics=metrics,
+            on_state=gated.be,
+        )
+        metrics.wait_for("the current weights")
+        sequence = await _catch_up(context, receiver)
+        tasks.start_soon(_follow_weights, context, receiver, sequence)
+        tasks.start_soon(receiver.run)
+        yield Sampling(source=gated, num_tokens=lambda: int(getattr(engine, "num_tokens", 0)))
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
 async def open_engine(context: WorkerContext) -> AsyncGenerator[InferenceEngine]:
     """The configured engine, at version 0.
 
@@ -180,10 +197,7 @@ async def open_engine(context: WorkerContext) -> AsyncGenerator[InferenceEngine]
             async with builtin_engine("builtin", policy_folder(config, context.folder), settings) as engine:
                 yield engine
         case EngineKind.VLLM | EngineKind.SGLANG:
-            raise ConfigError(
-                f"engine.kind = {config.engine.kind.value}: this version has no client for its server; "
-                "expected builtin or scripted"
-            )
+            raise ConfigError(f"engine.kind = {config.engine.kind.value}: its servers have workers of their own")
 
 
 def _script(path: str) -> Script:
@@ -196,20 +210,15 @@ def _script(path: str) -> Script:
 
 async def _catch_up(context: WorkerContext, receiver: Receiver) -> int:
     """Load the newest version that stands before anything is served; the sequence it stands at."""
-    newest: WeightsPublished | None = None
     sequence = 0
     async with context.log.read([WEIGHTS_PUBLISHED], follow=False) as entries:
         async for entry in entries:
             sequence = entry.sequence
-            message = entry.message
-            if isinstance(message, WeightsPublished) and (
-                newest is None or (message.version, message.generation) > (newest.version, newest.generation)
-            ):
-                newest = message
-    if newest is not None:
-        receiver.offer(newest)
-        if not await receiver.load(newest):
-            log.warning("the newest weights can't be loaded; waiting for the next", version=newest.version)
+            if isinstance(entry.message, WeightsPublished):
+                receiver.offer(entry.message)
+    newest = receiver.wanted
+    if newest is not None and not await receiver.load(newest):
+        log.warning("the newest weights can't be loaded; waiting for the next", version=newest.version)
     return sequence
 
 
@@ -220,12 +229,12 @@ async def _follow_weights(context: WorkerContext, receiver: Receiver, after: int
                 receiver.offer(entry.message)
 
 
-async def _report(gateway: Gateway, online: OnlineService | None, engine: InferenceEngine, metrics: Metrics) -> None:
-    """Figures of the gateway and its engine, for status."""
+async def _report(gateway: Gateway, online: OnlineService | None, sampling: Sampling, metrics: Metrics) -> None:
+    """Figures of the gateway and of what samples for it, for status."""
     last_tokens, last_time = 0, anyio.current_time()
     while True:
         await anyio.sleep(1.0)
-        health = await engine.health()
+        health = await sampling.source.health()
         metrics.received = gateway.counts.calls
         metrics.published = metrics.succeeded = gateway.num_recorded
         metrics.in_flight = health.num_running
@@ -240,11 +249,14 @@ async def _report(gateway: Gateway, online: OnlineService | None, engine: Infere
         )
         if online is not None:
             metrics.gauges.update(online.gauges())
-        tokens = getattr(engine, "num_tokens", 0)
+        tokens = sampling.num_tokens()
         now = anyio.current_time()
         metrics.gauges["tokens_per_s"] = (tokens - last_tokens) / max(now - last_time, 1e-9)
         last_tokens, last_time = tokens, now
-        if health.num_running:
+        waits_for = sampling.waits_for()
+        if waits_for:
+            metrics.wait_for(waits_for)
+        elif health.num_running:
             metrics.work()
         else:
             metrics.wait_for((online.waits_for() if online is not None else "") or "calls")

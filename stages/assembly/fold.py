@@ -194,6 +194,9 @@ class AssemblyFold:
             state.stall.paused = action is ControlAction.PAUSE
 
     def _train(self, state: AssemblyState, trained: StepTrained) -> None:
+        if trained.generation < state.trainer:  # it was superseded and didn't know it yet
+            return
+        state.trainer = trained.generation
         for step in [step for step in state.in_training if step <= trained.step]:
             state.num_groups_trained += state.in_training.pop(step)
         state.num_trained = max(state.num_trained, trained.step)

@@ -69,6 +69,8 @@ class AssemblyState(msgspec.Struct, kw_only=True):
     """Assembled and not known to be trained: step → its number of groups."""
     num_trained: int = 0
     """Highest trained step."""
+    trainer: int = 0
+    """Newest generation of the trainer that was heard."""
     issued_below: int = 0
     """Every ordinal below was issued."""
     issued_above: list[int] = []

@@ -174,6 +174,9 @@ class SamplingFold:
             state.num_groups_dropped += 1
 
     def _train(self, state: SamplingState, trained: StepTrained) -> None:
+        if trained.generation < state.trainer:  # it was superseded and didn't know it yet
+            return
+        state.trainer = trained.generation
         if trained.step <= state.num_trained:
             return
         state.num_trained = trained.step

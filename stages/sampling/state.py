@@ -37,6 +37,8 @@ class SamplingState(msgspec.Struct, kw_only=True):
     """Highest assembled step."""
     num_trained: int = 0
     """Highest trained step: the weight version that exists."""
+    trainer: int = 0
+    """Newest generation of the trainer that was heard."""
     num_groups_trained: int = 0
     num_groups_dropped: int = 0
     num_evaluation_issued: int = 0

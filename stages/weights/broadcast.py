@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import anyio.to_thread
 import msgspec
+import structlog
 
 from pipeline.errors import RefusedError
+from pipeline.generations import Generations
 from pipeline.stage import stage
 from schemas.messages.training import StepTrained, WeightsPublished
 from schemas.topics import STEP_TRAINED, WEIGHTS_PUBLISHED
@@ -19,20 +21,36 @@ from stages.weight_files.folders import version_folder
 from stages.weight_files.safetensors_file import ADAPTER_FILE_NAME, read_folder, tensor_file, weights_digest
 from stages.weights.shelf import Shelf, WeightsStore
 
+log = structlog.get_logger("headrace.weights")
+
 
 @stage(consumes=STEP_TRAINED, produces=(WEIGHTS_PUBLISHED,), concurrency=1)
 async def broadcast_weights(
-    trained: StepTrained, *, payloads: WeightsStore, shelf: Shelf | None, weights_dir: str
+    trained: StepTrained,
+    *,
+    payloads: WeightsStore,
+    shelf: Shelf | None,
+    weights_dir: str,
+    generations: Generations | None = None,
 ) -> list[WeightsPublished]:
     """Publish the weights of a step: a checksummed manifest, the folder, and its pieces in the payload store.
 
     Args:
         shelf: the store's copies, for engines that don't share the folder; None where all of them do.
         weights_dir: where the trainer leaves its version folders.
+        generations: those that were heard before; nothing is published of a trainer that was superseded when it spoke.
 
     Raises:
         RefusedError: the folder is gone: a newer version has taken its place.
     """
+    if generations is not None and not generations.admits(trained.generation):
+        log.warning(
+            "a superseded trainer's step is not published",
+            step=trained.step,
+            generation=trained.generation,
+            newest_generation=generations.newest,
+        )
+        return []
     folder = version_folder(weights_dir, trained.step, trained.generation)
     try:
         manifest = await anyio.to_thread.run_sync(read_folder, folder)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -23,6 +23,7 @@ import msgspec
 import structlog
 
 from pipeline.errors import PayloadGoneError
+from pipeline.generations import Generations
 from pipeline.metrics import Metrics
 from schemas.errors import DigestError
 from schemas.messages.engines import EngineState
@@ -106,6 +107,7 @@ class Receiver:
         self._now: Final = now
         self._loaded: WeightsPublished | None = None
         self._wanted: WeightsPublished | None = None
+        self._generations: Final = Generations()
         self._news: anyio.Event = anyio.Event()
         self.state: EngineState = EngineState.SERVING
         """SERVING (the version that was loaded last) or QUARANTINED."""
@@ -115,10 +117,25 @@ class Receiver:
         """Set once any version was loaded."""
 
     def offer(self, published: WeightsPublished) -> None:
-        """A version was published; only the newest one is ever loaded."""
+        """A version was published, in the order of the log; only the newest one is ever loaded, and none of a trainer that was
+        superseded before it came.
+        """
+        if not self._generations.admits(published.generation):
+            log.warning(
+                "weights of a superseded trainer are passed over",
+                version=published.version,
+                generation=published.generation,
+                newest_generation=self._generations.newest,
+            )
+            return
         if self._wanted is None or supersedes(published, self._wanted):
             self._wanted = published
             self._news.set()
+
+    @property
+    def wanted(self) -> WeightsPublished | None:
+        """The newest version that was offered."""
+        return self._wanted
 
     async def run(self) -> None:
         """Load what is offered, for ever; what fails is tried again until something newer comes."""
@@ -253,6 +270,12 @@ class Receiver:
             f"version {published.version}: {published.directory or 'no folder'} is not on this node and the payload "
             "store does not hold it: share the folder, or set training.weights_through_store"
         )
+
+
+def not_superseded(published: Iterable[WeightsPublished]) -> list[WeightsPublished]:
+    """Without what a trainer said after a later one had spoken; `published` in the order of the log."""
+    generations = Generations()
+    return [one for one in published if generations.admits(one.generation)]
 
 
 def supersedes(new: WeightsPublished, old: WeightsPublished) -> bool:
