@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 import msgspec.inspect
 
+from ops.engines.plan import check_engine
 from ops.training_checks import check_training
 from schemas.config import (
     BrokerSection,
@@ -143,6 +144,7 @@ def check_config(config: RunConfig) -> None:
     _one_of("training.balance", config.training.balance, tuple(RankBalance))
     _one_of("training.packing", config.training.packing, tuple(MicroBatchPacking))
     _one_of("training.overlong_rows", config.training.overlong_rows, tuple(OverlongRows))
+    check_engine(config.engine)
     if config.run.from_run and config.run.rollout_only:
         raise ConfigError("run.from_run trains from another run's rollouts, run.rollout_only trains nothing: keep one")
     if config.run.from_run and config.loss.get("proximal") == "loglinear":

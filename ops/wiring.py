@@ -1,7 +1,8 @@
 """What a run is made of: each stage with the ports it needs, from config and log. Read this to see how all hangs together.
 
 sampling · fan_out · arena_launch · rewards · assembly · weights      light stages; several may share a process
-gateway                                                               with the built-in or scripted engine in it
+gateway                                                               with the built-in or scripted engine in it, or the router
+engine                                                                one process per vLLM or SGLang server
 trainer                                                               one process per rank
 """
 
@@ -20,7 +21,9 @@ from ops.store_readers import StoreReaders
 from ops.streams import list_streams
 from ops.workers.arena import run_arena_launch
 from ops.workers.context import WorkerContext
+from ops.workers.engine import run_engine
 from ops.workers.gateway import run_gateway
+from ops.workers.retention import fold_settings, run_retention
 from ops.workers.trainer import run_trainer
 from pipeline.fold import FoldRunner
 from pipeline.runner import RunnerSettings, StageRunner
@@ -67,8 +70,12 @@ def _service(stage: str) -> Callable[[WorkerContext], Awaitable[None]]:
             return _assembly
         case "weights":
             return _weights
+        case "retention":
+            return run_retention
         case "gateway":
             return run_gateway
+        case "engine":
+            return run_engine
         case "trainer":
             return run_trainer
         case _:

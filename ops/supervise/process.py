@@ -22,6 +22,8 @@ import structlog
 log = structlog.get_logger("headrace.supervisor")
 
 LAST_LINES: Final = 12
+EXIT_GIVEN_UP: Final = 78
+"""A process that ends with this says that starting it again won't help (EX_CONFIG of sysexits.h)."""
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +101,8 @@ class SupervisedProcess:
                 self.finished.set()
                 return
             deaths.append(self._now())
+            if code == EXIT_GIVEN_UP:
+                raise ProcessGivenUpError(self._obituary(code, 1))
             policy = self.spec.restart
             while deaths and deaths[0] < self._now() - policy.window_s:
                 deaths.popleft()

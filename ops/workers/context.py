@@ -12,7 +12,9 @@ import structlog
 from broker.api import Broker
 from broker.errors import BrokerError
 from ops.config import RunConfig
+from ops.engines.plan import EnginePlan
 from ops.run_folder import Endpoints, RunFolder
+from pipeline.headroom import WorkerBroker
 from pipeline.log import RunLog, RunPayloads
 from pipeline.metrics import REPORT_PERIOD_S, Metrics, WorkerReport, report_subject
 from pipeline.wall_clock import wall_clock
@@ -23,15 +25,27 @@ log = structlog.get_logger("headrace.worker")
 class WorkerContext:
     """Shared by the services of one process."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, endpoints: Endpoints, broker: Broker) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        endpoints: Endpoints,
+        broker: Broker,
+        *,
+        engine: EnginePlan | None = None,
+    ) -> None:
         self.folder: Final = folder
         self.config: Final = config
         self.endpoints: Final = endpoints
-        self.broker: Final = broker
-        self.log: Final = RunLog(broker)
-        self.payloads: Final = RunPayloads(broker)
+        self.store: Final = broker.payloads
+        """The run's payloads as they are: for whoever collects them."""
+        self.broker: Final = WorkerBroker(broker)
+        self.log: Final = RunLog(self.broker)
+        self.payloads: Final = RunPayloads(self.broker, store=self.broker.bulk_payloads)
         self.now: Final = wall_clock()
         self.draining: Final = anyio.Event()
+        self.engine: Final = engine
+        """The one engine that this process looks after, if it does."""
         self._metrics: Final[list[Metrics]] = []
         self._drains: Final[list[Callable[[], None]]] = []
 

@@ -13,9 +13,12 @@ import structlog
 
 from ops.arena.lifeline import die_with_parent
 from ops.connection import connect_to
+from ops.engines.life import EngineGivenUpError
+from ops.engines.plan import EngineChoice, chosen_engine
 from ops.metrics.serving import serve_metrics
 from ops.run_folder import RunFolder
 from ops.stopping import until_stopped
+from ops.supervise.process import EXIT_GIVEN_UP
 from ops.wiring import run_service
 from ops.workers.context import WorkerContext
 from ops.workers.prepare import prepare
@@ -28,16 +31,23 @@ EXIT_DRAINED = 128 + signal.SIGTERM
 """A trainer that was told to end before its work was done: whoever watches it starts it again."""
 
 
-async def run_worker(stages: Sequence[str], folder: RunFolder) -> bool:
+async def run_worker(stages: Sequence[str], folder: RunFolder, engine: EngineChoice | None = None) -> bool:
     """Run these services until drained (by a first signal), or until one of them fails. Whether they ended by themselves."""
     if list(stages) == ["prepare"]:
         await anyio.to_thread.run_sync(prepare, folder)
         return True
     config, endpoints = folder.read_config(), folder.read_endpoints()
+    # What is stored again before half the age at which it may be collected is young enough until a message names it.
+    login = msgspec.structs.replace(
+        endpoints.broker_login, payload_renew_after_s=config.retention.min_payload_age_s / 2
+    )
+    endpoints = msgspec.structs.replace(endpoints, broker_login=login)
+    plan = chosen_engine(engine, config.engine) if "engine" in stages else None
     async with connect_to(endpoints, name="+".join(stages)) as broker:
-        context = WorkerContext(folder, config, endpoints, broker)
+        context = WorkerContext(folder, config, endpoints, broker, engine=plan)
         async with until_stopped(partial(_drain, context)), anyio.create_task_group() as background:
             background.start_soon(context.announce_reports)
+            background.start_soon(context.broker.follow_shares)
             if config.metrics.port:
                 background.start_soon(serve_metrics, config.metrics, stages[0], context.reports)
             async with anyio.create_task_group() as services:
@@ -60,16 +70,18 @@ def tie_to_parent() -> None:
         die_with_parent(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else int(parent))
 
 
-def worker_main(stages: Sequence[str], run_dir: str, *, log_level: str = "INFO") -> int:
+def worker_main(
+    stages: Sequence[str], run_dir: str, *, log_level: str = "INFO", engine: EngineChoice | None = None
+) -> int:
     """The whole life of a worker process; its exit code."""
     tie_to_parent()
     set_up_logs(process="+".join(stages), level=log_level)
     try:
-        done = anyio.run(run_worker, stages, RunFolder(run_dir), backend_options={"use_uvloop": True})
+        done = anyio.run(run_worker, stages, RunFolder(run_dir), engine, backend_options={"use_uvloop": True})
     except BaseExceptionGroup as group:
         for error in _leaves(group):
             log.exception("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
-        return 1
+        return EXIT_GIVEN_UP if any(isinstance(error, EngineGivenUpError) for error in _leaves(group)) else 1
     except Exception as error:
         log.exception("worker failed", error=f"{type(error).__name__}: {error}")
         return 1
