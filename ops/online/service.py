@@ -238,6 +238,7 @@ class OnlineService:
             slot=requested.slot,
             data_id=requested.data_id if task is not None else held.task,
             tags=requested.tags,
+            evaluation=requested.evaluation,
             task=None if task is None else msgspec.Raw(task),
             again=again,
         )

@@ -127,6 +127,7 @@ class OnlineRoutes:
             "data_id": claimed.data_id,
             "tags": claimed.tags,
             "task": claimed.task,
+            "evaluation": claimed.evaluation,
         }
 
     async def _reward_or_close(

@@ -96,6 +96,8 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     tags: list[str]
     task: msgspec.Raw | None = None
     """JSON of the row that is handed out; None where the service brings its own."""
+    evaluation: bool = False
+    """Its tokens are never trained on."""
     again: bool = False
     """It was claimed before by the same request."""
 

@@ -165,6 +165,14 @@ async def _log(run):
     return ends, rows, trained, sampled
 
 
+def test_the_documented_client_is_the_example_that_runs() -> None:
+    source = (ROOT / "examples" / "online_agent.py").read_text(encoding="utf-8")
+    start, end = source.index("async def serve"), source.index("\n\nasync def main")
+    shown = "".join(f"    {line}\n" if line else "\n" for line in source[start:end].rstrip().split("\n"))
+    assert shown in (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
+    assert len(shown.splitlines()) <= 25
+
+
 async def test_the_example_client_feeds_a_whole_run(headrace, monkeypatch) -> None:
     monkeypatch.setenv("HEADRACE_CONTROL_KEY", "chosen-by-the-user")
     async with headrace("--steps", "2", "--set", "gateway.port=0", config=ONLINE) as run:

@@ -118,6 +118,11 @@ def test_a_place_that_can_not_be_read_is_named(tmp_path) -> None:
     ({"runner": "function", "agent": "m:f", "agent_processes": 0}, "agent_processes"),
     ({"runner": "function", "agent": "m:f", "agent_timeout_s": 0.0}, "agent_timeout_s"),
     ({"rows": "tasks.jsonl"}, "rows"),
+    ({"runner": "online", "agent": "m:f"}, "agent"),
+    ({"runner": "online", "rows": "0"}, "rows"),
+    ({"runner": "online", "rows": "10", "evaluate_every_versions": 5}, "rows"),
+    ({"runner": "online", "claim_deadline_s": 0.0}, "claim_deadline_s"),
+    ({"runner": "online", "reward_deadline_s": float("inf")}, "reward_deadline_s"),
 ])  # fmt: skip
 def test_an_agents_settings_are_checked_by_path(changes, key) -> None:
     stream = msgspec.convert({"name": "s", "stream_id": "s", **changes}, StreamConfig)
@@ -129,4 +134,6 @@ def test_agents_of_both_kinds_are_taken() -> None:
     check_streams([
         StreamConfig(name="f", stream_id="f", runner=StreamRunner.FUNCTION, agent="m.n:f", rows="tasks.jsonl"),
         StreamConfig(name="v", stream_id="v", runner=StreamRunner.VERIFIERS, agent="wordle", rows="500"),
+        StreamConfig(name="o", stream_id="o", runner=StreamRunner.ONLINE, rows="10"),
+        StreamConfig(name="e", stream_id="e", runner=StreamRunner.ONLINE, rows="t.jsonl", evaluate_every_versions=5),
     ])  # fmt: skip

@@ -379,7 +379,7 @@ async def test_a_row_that_is_handed_out_comes_with_the_session() -> None:
         prompt = await run.services["gw-1"]._payloads.put(b'{"question":"2 + 2"}')
         await run.request(0, prompt=prompt)
         opened = await run.opened(task="7")
-        assert (opened["data_id"], opened["task"]) == ("7", {"question": "2 + 2"})
+        assert (opened["data_id"], opened["task"], opened["evaluation"]) == ("7", {"question": "2 + 2"}, False)
 
 
 @pytest.mark.parametrize(

@@ -436,6 +436,19 @@ def test_time_alone_does_not_end_it():
     fold.refuse_stall(state)
 
 
+def test_a_service_without_work_is_no_stall_and_its_groups_are_named():
+    fold = AssemblyFold(settings(stall=QUICK))
+    why = "LOCAL_UNCLAIMED: no session claimed it within 60 s"
+    unclaimed = [
+        message
+        for ordinal in range(4)
+        for message in (issued(ordinal, slots=2), *(trajectory(ordinal, slot, None, rejected=why) for slot in range(2)))
+    ]
+    state, outputs = fold_all(fold, [tick(1), *unclaimed, *(tick(ordinal) for ordinal in range(2, 50))])
+    assert [one.reason for one in closed(outputs)] == ["unclaimed"] * 4
+    fold.refuse_stall(state)
+
+
 def test_a_stall_that_was_mended_can_be_folded_past():
     fold, state = stalled(2, range(2, 14))
     fold.step(state, started(1))
