@@ -14,7 +14,6 @@ from broker.errors import BrokerError
 from ops.config import RunConfig
 from ops.engines.plan import EnginePlan
 from ops.run_folder import Endpoints, RunFolder
-from pipeline.headroom import WorkerBroker
 from pipeline.log import RunLog, RunPayloads
 from pipeline.metrics import REPORT_PERIOD_S, Metrics, WorkerReport, report_subject
 from pipeline.wall_clock import wall_clock
@@ -37,11 +36,9 @@ class WorkerContext:
         self.folder: Final = folder
         self.config: Final = config
         self.endpoints: Final = endpoints
-        self.store: Final = broker.payloads
-        """The run's payloads as they are: for whoever collects them."""
-        self.broker: Final = WorkerBroker(broker)
-        self.log: Final = RunLog(self.broker)
-        self.payloads: Final = RunPayloads(self.broker, store=self.broker.bulk_payloads)
+        self.broker: Final = broker
+        self.log: Final = RunLog(broker)
+        self.payloads: Final = RunPayloads(broker)
         self.now: Final = wall_clock()
         self.draining: Final = anyio.Event()
         self.engine: Final = engine
