@@ -23,7 +23,6 @@ from ops.workers.arena import run_arena_launch
 from ops.workers.context import WorkerContext
 from ops.workers.engine import run_engine
 from ops.workers.gateway import run_gateway
-from ops.workers.retention import fold_settings, run_retention
 from ops.workers.trainer import run_trainer
 from pipeline.fold import FoldRunner
 from pipeline.runner import RunnerSettings, StageRunner
@@ -70,8 +69,6 @@ def _service(stage: str) -> Callable[[WorkerContext], Awaitable[None]]:
             return _assembly
         case "weights":
             return _weights
-        case "retention":
-            return run_retention
         case "gateway":
             return run_gateway
         case "engine":
