@@ -1,4 +1,4 @@
-"""What every in-process engine checks before it takes a request up. Pure."""
+"""What every engine, in this process or behind HTTP, checks before it takes a request up. Pure."""
 
 from __future__ import annotations
 

@@ -1,0 +1,223 @@
+"""SGLang's words: its native /generate and its weight-update endpoints (0.5.23)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import anyio
+import msgspec
+
+from schemas.messages.rollout import FinishReason
+from stages.clients.engines.dialect import Event, Load, ServerInfo, decode, finite, version_of
+from stages.clients.engines.http import Server, error_of
+from stages.clients.engines.labels import VersionSpan
+from stages.clients.engines.settings import HttpEngineSettings
+from stages.ports import EngineUnavailableError, GenerateRequest, SwapMode
+
+_FINISHES: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+_DONE: Final = b"[DONE]"
+_MAX_SEED: Final = 2**31 - 1
+_DRAIN_LOOK_S: Final = 0.05
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    matched: str | int | None = None
+    message: str = ""
+    status_code: int | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int
+    weight_version: str
+    finish_reason: _Finish | None = None
+    output_token_logprobs: list[tuple[float | None, int, object]] = []
+    weight_versions: list[_Span] | None = None
+
+
+class _Fault(msgspec.Struct):
+    code: int = 500
+
+
+class _Chunk(msgspec.Struct):
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+    error: _Fault | None = None
+
+
+class _ModelInfo(msgspec.Struct):
+    model_path: str
+    weight_version: str
+
+
+class _ServerInfo(msgspec.Struct):
+    context_length: int | None = None
+    max_req_input_len: int = 0
+
+
+class _RankLoad(msgspec.Struct):
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_RankLoad]
+
+
+class SglangDialect:
+    """One SGLang server."""
+
+    def __init__(self, settings: HttpEngineSettings) -> None:
+        self.generate_path: Final = "/generate"
+        self._settings: Final = settings
+        self._read_chunk: Final = msgspec.json.Decoder(_Chunk)
+
+    def generate_body(self, request: GenerateRequest, request_id: str, cache_salt: str) -> dict[str, object]:
+        asked = request.settings
+        params: dict[str, object] = {
+            "max_new_tokens": asked.max_new_tokens,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "top_k": asked.top_k or -1,
+            # it switches the stop ids off, too: an answer that asks for some ends at the model's own end token as well
+            "ignore_eos": not asked.stop_token_ids,
+        }
+        if asked.stop_token_ids:
+            params["stop_token_ids"] = list(asked.stop_token_ids)
+        if asked.stop:
+            params["stop"] = list(asked.stop)
+        if asked.seed is not None:
+            params["sampling_seed"] = asked.seed & _MAX_SEED
+        if self._settings.stream_interval > 1:
+            params["stream_interval"] = self._settings.stream_interval
+        return {
+            "rid": request_id,
+            "input_ids": request.prompt_ids.tolist(),
+            "sampling_params": params,
+            "cache_salt": cache_salt,
+            "return_logprob": True,
+            "stream": True,
+        }
+
+    def read(self, event: bytes, num_before: int) -> Event:
+        if event == _DONE:
+            return Event([], [])
+        try:
+            chunk = self._read_chunk.decode(event)
+        except msgspec.MsgspecError as error:
+            raise EngineUnavailableError(f"expected an event of SGLang's stream, found {event[:120]!r}") from error
+        if chunk.error is not None:
+            raise error_of(chunk.error.code, event, "SGLang, within a stream,")
+        meta = chunk.meta_info
+        if meta is None:
+            raise EngineUnavailableError(f"expected an event of SGLang's stream, found {event[:120]!r}")
+        finish = meta.finish_reason
+        if finish is not None and finish.type == "abort" and finish.status_code is not None:
+            raise error_of(finish.status_code, finish.message.encode(), "SGLang")
+        if finish is not None and finish.type not in _FINISHES:
+            raise EngineUnavailableError(f"SGLang ended an answer with {finish.type!r}")
+        ids, logprobs = _new(chunk.output_ids, meta, num_before)
+        initial = self._settings.initial_version
+        spans = meta.weight_versions
+        return Event(
+            ids,
+            logprobs,
+            version=version_of(meta.weight_version, initial),
+            finish=None if finish is None else _FINISHES[finish.type],
+            stop_reason=None if finish is None else finish.matched,
+            spans=None
+            if spans is None
+            else [VersionSpan(version_of(s.version, initial), s.start, s.end) for s in spans],
+        )
+
+    async def info(self, server: Server) -> ServerInfo:
+        model = decode(await server.get("/model_info"), _ModelInfo)
+        info = decode(await server.get("/server_info"), _ServerInfo)
+        return ServerInfo(
+            version=version_of(model.weight_version, self._settings.initial_version),
+            max_context=(info.context_length or info.max_req_input_len) - 1,  # the last place is never sampled into
+            model_folder=model.model_path,
+        )
+
+    async def version(self, server: Server) -> int:
+        label = decode(await server.get("/model_info"), _ModelInfo).weight_version
+        return version_of(label, self._settings.initial_version)
+
+    async def load(self, server: Server) -> Load:
+        """Not from /health: that samples a token and takes a second or more."""
+        version = await self.version(server)
+        ranks = decode(await server.get("/v1/loads"), _Loads).loads
+        return Load(
+            version=version,
+            num_running=sum(rank.num_running_reqs for rank in ranks),
+            num_waiting=sum(rank.num_waiting_reqs for rank in ranks),
+        )
+
+    async def abort(self, server: Server, request_id: str) -> None:
+        """Ends every request whose id begins so: ids must not begin with one another."""
+        await server.post("/abort_request", {"rid": request_id})
+
+    async def pause(self, server: Server) -> None:
+        await server.post("/pause_generation", {"mode": "in_place"})
+
+    async def resume(self, server: Server) -> None:
+        await server.post("/continue_generation", {"torch_empty_cache": False})
+
+    async def sleep(self, server: Server) -> None:
+        await server.post("/pause_generation", {"mode": "retract"})
+        await server.post("/release_memory_occupation", {}, timeout_s=self._settings.load_timeout_s)
+
+    async def wake(self, server: Server) -> None:
+        await server.post("/resume_memory_occupation", {}, timeout_s=self._settings.load_timeout_s)
+        await self.resume(server)
+
+    async def hold(self, server: Server, mode: SwapMode, drain_timeout_s: float) -> None:
+        match mode:
+            case SwapMode.IN_PLACE:
+                await self.pause(server)
+            case SwapMode.RECOMPUTE:
+                await server.post("/pause_generation", {"mode": "retract"})
+            case SwapMode.ABORT:
+                await server.post("/pause_generation", {"mode": "abort"}, timeout_s=self._settings.load_timeout_s)
+            case SwapMode.DRAIN:
+                with anyio.fail_after(drain_timeout_s):
+                    while (load := await self.load(server)).num_running + load.num_waiting:
+                        await anyio.sleep(_DRAIN_LOOK_S)
+                await server.post("/pause_generation", {"mode": "retract"})
+
+    async def swap(self, server: Server, directory: str, version: int, mode: SwapMode, timeout_s: float) -> None:
+        # in place, running requests hold their blocks: the flush would fail, and the version in each request's salt keeps
+        # new requests away from old prefixes
+        update: dict[str, object] = {
+            "model_path": directory,
+            "weight_version": str(version),
+            "flush_cache": mode is not SwapMode.IN_PLACE,
+        }
+        await server.post("/update_weights_from_disk", update, timeout_s=timeout_s)
+
+
+def _new(output_ids: list[int], meta: _Meta, num_before: int) -> tuple[list[int], list[float]]:
+    """What is new in an event, whether the server tells that alone or all from the start.
+
+    Raises:
+        EngineUnavailableError: Ids and log-probs don't fit together.
+    """
+    num_new = meta.completion_tokens - num_before
+    told = meta.output_token_logprobs
+    if num_new < 0 or len(output_ids) < num_new or len(told) < num_new:
+        raise EngineUnavailableError(
+            f"expected {num_new} new tokens with log-probs, found {len(output_ids)} ids and {len(told)} log-probs"
+        )
+    ids = output_ids[len(output_ids) - num_new :]
+    new = told[len(told) - num_new :]
+    if [entry[1] for entry in new] != ids:
+        raise EngineUnavailableError(
+            f"expected log-probs of the ids {ids}, found those of {[entry[1] for entry in new]}"
+        )
+    return ids, finite([entry[0] for entry in new])
