@@ -25,11 +25,13 @@ from schemas.config import (
     GatewaySection,
     MetricsSection,
     PolicySection,
+    RetentionSection,
     RewardSection,
     RolloutSection,
     RunSection,
     SamplingSection,
     TrainingSection,
+    WatchdogSection,
 )
 from schemas.config_arena import ArenaSettings, StreamConfig, resolve_streams
 from schemas.errors import ConfigError, InvalidIdError
@@ -70,6 +72,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     policy: PolicySection = PolicySection()
     training: TrainingSection = TrainingSection()
     metrics: MetricsSection = MetricsSection()
+    retention: RetentionSection = RetentionSection()
+    watchdog: WatchdogSection = WatchdogSection()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -132,6 +136,7 @@ def check_config(config: RunConfig) -> None:
     _at_least("metrics.port", config.metrics.port, 0)
     _at_least("training.keep_checkpoints", config.training.keep_checkpoints, 1)
     _one_of("run.stage_processes", config.run.stage_processes, ("together", "apart"))
+    _check_retention(config.retention)
     _one_of("sampling.order", config.sampling.order, ("smallest_next", "quota"))
     _one_of("engine.swap", config.engine.swap, ("in_place", "recompute", "abort", "drain"))
     _one_of("gateway.recording", config.gateway.recording, ("strict", "fast"))
@@ -176,6 +181,16 @@ def _check_open_streams(config: RunConfig) -> None:
         raise ConfigError(
             f"run.rollout_only: streams {', '.join(listed)} go round without end beside an open stream; expected run.steps"
         )
+
+
+def _check_retention(retention: RetentionSection) -> None:
+    shares = (retention.purge_above, retention.sampling_resumes_at, retention.sampling_stops_at)
+    if not 0 < shares[1] < shares[2] <= 1 or not 0 < shares[0] <= 1:
+        raise ConfigError(
+            "retention: expected 0 < sampling_resumes_at < sampling_stops_at <= 1 and 0 < purge_above <= 1, found "
+            f"sampling_resumes_at = {shares[1]}, sampling_stops_at = {shares[2]}, purge_above = {shares[0]}"
+        )
+    _at_least("retention.min_payload_age_s", retention.min_payload_age_s, 0)
 
 
 def run_streams(config: RunConfig) -> dict[str, StreamConfig]:
@@ -357,7 +372,7 @@ def _convert(tree: Mapping[str, Any], kind: type[Any], path: str) -> Any:
         raise ConfigError(f"{where or 'config'}: {reason}") from error
 
 
-def _at_least(path: str, value: int | None, least: int) -> None:
+def _at_least(path: str, value: float | None, least: int) -> None:
     if value is not None and value < least:
         raise ConfigError(f"{path}: expected at least {least}, found {value}")
 

@@ -41,7 +41,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     pass_at_k: list[PassAtK]
 
 
-class _Task(msgspec.Struct):
+class EvaluationTask(msgspec.Struct):
+    """One issued row."""
+
     stream: str
     version: int
     num_slots: int
@@ -51,12 +53,20 @@ class _Task(msgspec.Struct):
     closed: bool = False
 
 
+class EvaluationsState(msgspec.Struct, kw_only=True):
+    """Everything that was collected."""
+
+    num_rows: dict[str, int] = {}
+    tasks: dict[str, EvaluationTask] = {}
+
+
 class Evaluations:
     """Collects messages in the order of the log; `results` says what they amount to."""
 
-    def __init__(self) -> None:
-        self._num_rows: Final[dict[str, int]] = {}
-        self._tasks: Final[dict[str, _Task]] = {}
+    def __init__(self, state: EvaluationsState | None = None) -> None:
+        self.state: Final = state or EvaluationsState()
+        self._num_rows: Final = self.state.num_rows
+        self._tasks: Final = self.state.tasks
 
     def take(self, message: msgspec.Struct) -> bool:
         """One message; whether it changed a figure."""
@@ -64,7 +74,7 @@ class Evaluations:
             case StreamListed():
                 self._num_rows.setdefault(message.stream, message.num_rows)
             case GroupIssued() if message.evaluation:
-                task = _Task(stream=message.stream, version=message.min_version, num_slots=message.num_slots)
+                task = EvaluationTask(stream=message.stream, version=message.min_version, num_slots=message.num_slots)
                 self._tasks.setdefault(message.group, task)
             case Trajectory() if message.evaluation:
                 return self._take_trajectory(message)
@@ -77,7 +87,7 @@ class Evaluations:
 
     def results(self) -> list[Evaluation]:
         """All evaluations, by stream and version."""
-        found: dict[tuple[str, int], list[_Task]] = {}
+        found: dict[tuple[str, int], list[EvaluationTask]] = {}
         for task in self._tasks.values():
             found.setdefault((task.stream, task.version), []).append(task)
         return [self._result(stream, version, tasks) for (stream, version), tasks in sorted(found.items())]
@@ -98,7 +108,7 @@ class Evaluations:
             task.slots[trajectory.slot] = (trajectory.solved, trajectory.score or 0.0)
         return True
 
-    def _result(self, stream: str, version: int, tasks: list[_Task]) -> Evaluation:
+    def _result(self, stream: str, version: int, tasks: list[EvaluationTask]) -> Evaluation:
         counts = [
             TaskCount(num_rollouts=len(task.slots), num_solved=sum(solved for solved, _ in task.slots.values()))
             for task in tasks

@@ -23,6 +23,7 @@ from ops.workers.arena import run_arena_launch
 from ops.workers.context import WorkerContext
 from ops.workers.engine import run_engine
 from ops.workers.gateway import run_gateway
+from ops.workers.retention import fold_settings, run_retention
 from ops.workers.trainer import run_trainer
 from pipeline.fold import FoldRunner
 from pipeline.runner import RunnerSettings, StageRunner
@@ -39,8 +40,8 @@ from stages.sampling.fold import SamplingFold
 from stages.weights.broadcast import broadcast_weights
 from stages.weights.shelf import Shelf
 
-LIGHT_STAGES: Final = ("sampling", "fan_out", "arena_launch", "rewards", "assembly", "weights")
-FROM_RUN_STAGES: Final = ("bridge", "assembly", "trainer")
+LIGHT_STAGES: Final = ("sampling", "fan_out", "arena_launch", "rewards", "assembly", "weights", "retention")
+FROM_RUN_STAGES: Final = ("bridge", "assembly", "retention", "trainer")
 """What a run has that trains from another one's trajectories; its bridge works in the supervising process."""
 STAGES: Final = (*LIGHT_STAGES, "gateway", "trainer")
 
@@ -69,6 +70,8 @@ def _service(stage: str) -> Callable[[WorkerContext], Awaitable[None]]:
             return _assembly
         case "weights":
             return _weights
+        case "retention":
+            return run_retention
         case "gateway":
             return run_gateway
         case "engine":
@@ -84,7 +87,7 @@ async def _sampling(context: WorkerContext) -> None:
     metrics.wait_for("the Arena's datasets")
     await list_streams(context)
     settings = sampling_settings(context.config)
-    runner = FoldRunner(SamplingFold(settings), context.broker, metrics)
+    runner = FoldRunner(SamplingFold(settings), context.broker, metrics, fold_settings(context.config))
     context.on_drain(runner.drain)
     await runner.run(beside=following(context.log, metrics) if settings.evaluations else None)
 
@@ -133,9 +136,14 @@ async def _assembly(context: WorkerContext) -> None:
             fold.refuse_stall(runner.state)
 
     fold = AssemblyFold(assembly_settings(context.config))
-    runner = FoldRunner(fold, context.broker, metrics, on_message=see)
+    runner = FoldRunner(fold, context.broker, metrics, fold_settings(context.config), on_message=see)
     context.on_drain(runner.drain)
-    await runner.run(beside=None if copies else ticker.run)
+
+    async def tick() -> None:
+        ticker.seen(runner.state.tick)  # earlier ticks may be purged
+        await ticker.run()
+
+    await runner.run(beside=None if copies else tick)
 
 
 async def _weights(context: WorkerContext) -> None:

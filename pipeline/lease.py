@@ -35,7 +35,7 @@ class HeldLease:
         self._broker: Final = broker
         self._key: Final = key
         self._holder: Final = holder
-        self._ttl_s: Final = ttl_s
+        self._ttl_s = ttl_s
         self._now: Final = now
         self._revision = 0
         self._renewed = 0.0
@@ -62,6 +62,30 @@ class HeldLease:
             log.info("lease taken", key=self._key, generation=self.generation)
             return
         raise LeaseLostError(f"lease {self._key}: others took it 20 times in a row; is more than one trainer started?")
+
+    async def acquire_when_free(self) -> None:
+        """Become the next generation as soon as the former holder has not renewed for its time to live, by this process's
+        own clock from when it first saw that renewal: two that take turns never fight, and no clock's jump ends a lease.
+        """
+        seen, since_s = -1, anyio.current_time()
+        while True:
+            found = await self._broker.load_state(self._key)
+            if found is None:
+                break
+            former = msgspec.msgpack.decode(found[0], type=TrainerLease)
+            if found[1] != seen:
+                seen, since_s = found[1], anyio.current_time()
+            if former.ttl_s <= 0 or anyio.current_time() - since_s > former.ttl_s:
+                break
+            await anyio.sleep(min(1.0, former.ttl_s / 4))
+        await self.acquire()
+
+    async def release(self) -> None:
+        """Let the next one have it at once."""
+        async with self._renewing:
+            if not self._lost:
+                self._ttl_s = 0.0
+                await self._write(self._revision)
 
     async def check(self) -> None:
         """Renew it.

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, cast
 import msgspec
 import structlog
 
-from broker.api import Broker, Record
+from broker.api import Broker, PayloadStore, Record
 from broker.errors import PayloadMissingError
 from pipeline.errors import PayloadGoneError
 from schemas.errors import DecodeError
@@ -86,8 +86,12 @@ class RunLog:
 class RunPayloads:
     """Payloads of a run: small ones may ride inside the message that names them."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._store: Final = broker.payloads
+    def __init__(self, broker: Broker, *, store: PayloadStore | None = None) -> None:
+        """Args:
+        broker: the run's.
+        store: another way to its payloads.
+        """
+        self._store: Final = store or broker.payloads
 
     async def put(self, data: bytes | memoryview) -> PayloadRef:
         """Store; returns when stored."""

@@ -295,6 +295,33 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Stand-in only: simulated duration of a step."""
 
 
+class RetentionSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[retention]: how a run keeps within `broker.max_bytes` and `broker.max_payload_store_bytes`."""
+
+    purge_above: float = 0.5
+    """Share of a store from which messages that nobody needs any more are purged, and their payloads collected; below, all is
+    kept. 1 = never.
+    """
+    sampling_stops_at: float = 0.8
+    """Share from which no new step is begun; the one under way is completed."""
+    sampling_resumes_at: float = 0.7
+    min_payload_age_s: float = 600.0
+    """A payload is collected no sooner than this after it was stored."""
+    period_s: float = 2.0
+    """How often the fill is looked at."""
+    checkpoint_period_s: float = 15.0
+    """How often folds are checkpointed: the low-water mark can't pass a checkpoint."""
+
+
+class WatchdogSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[watchdog]: when a stage counts as stuck."""
+
+    stuck_after_s: float = 20.0
+    """Seconds without any progress of a stage that has work before it."""
+    silent_after_s: float = 10.0
+    """Seconds without any word of a worker that was heard of."""
+
+
 class MetricsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[metrics]: a Prometheus endpoint in every worker process (`/metrics`; needs the extra `metrics`)."""
 

@@ -75,6 +75,11 @@ def group_id(ordinal: int) -> str:
     return f"g{ordinal:07d}"
 
 
+def group_ordinal(group: str) -> int | None:
+    """The ordinal that `group_id` made this id of; None for another id."""
+    return int(group[1:]) if group[:1] == "g" and group[1:].isdecimal() else None
+
+
 def session_id(group: str, slot: int, attempt: int, launch_try: int) -> str:
     """The gateway session of one try of one attempt at a slot."""
     return f"{group}-{slot}-{attempt}-{launch_try}"

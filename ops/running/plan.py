@@ -71,7 +71,7 @@ def run_processes(config: RunConfig, folder: RunFolder, environment: Mapping[str
     restart = RestartPolicy(max_restarts=config.run.max_restarts)
     if config.run.from_run:
         return [
-            worker_process("stages", ("assembly",), folder, environment, restart),
+            worker_process("stages", ("assembly", "retention"), folder, environment, restart),
             trainer_process(config, folder, environment),
         ]
     gateway_environment = {**environment, "OMP_NUM_THREADS": str(config.engine.threads)}

@@ -14,6 +14,7 @@ from broker.errors import BrokerError
 from ops.config import RunConfig
 from ops.engines.plan import EnginePlan
 from ops.run_folder import Endpoints, RunFolder
+from pipeline.headroom import WorkerBroker
 from pipeline.log import RunLog, RunPayloads
 from pipeline.metrics import REPORT_PERIOD_S, Metrics, WorkerReport, report_subject
 from pipeline.wall_clock import wall_clock
@@ -36,9 +37,11 @@ class WorkerContext:
         self.folder: Final = folder
         self.config: Final = config
         self.endpoints: Final = endpoints
-        self.broker: Final = broker
-        self.log: Final = RunLog(broker)
-        self.payloads: Final = RunPayloads(broker)
+        self.store: Final = broker.payloads
+        """The run's payloads as they are: for whoever collects them."""
+        self.broker: Final = WorkerBroker(broker)
+        self.log: Final = RunLog(self.broker)
+        self.payloads: Final = RunPayloads(self.broker, store=self.broker.bulk_payloads)
         self.now: Final = wall_clock()
         self.draining: Final = anyio.Event()
         self.engine: Final = engine
@@ -54,7 +57,15 @@ class WorkerContext:
 
     def reports(self) -> list[WorkerReport]:
         """The counters of every service of this process, now."""
-        return [metrics.report() for metrics in self._metrics]
+        return [self._report(metrics) for metrics in self._metrics]
+
+    def _report(self, metrics: Metrics) -> WorkerReport:
+        """A payload that waits for room or for the broker is told by every service of the process that seems to work."""
+        report = metrics.report()
+        blocked = next(iter(self.broker.blocked.items()), None)
+        if blocked is None or report.waiting_for:
+            return report
+        return msgspec.structs.replace(report, waiting_for=blocked[0], waiting_since_unix_s=blocked[1])
 
     def on_drain(self, drain: Callable[[], None]) -> None:
         """Call this when the process is told to end."""
@@ -73,7 +84,7 @@ class WorkerContext:
             for metrics in self._metrics:
                 subject = report_subject(self.broker.run, metrics.stage)
                 try:
-                    await self.broker.announce(subject, msgspec.msgpack.encode(metrics.report()))
+                    await self.broker.announce(subject, msgspec.msgpack.encode(self._report(metrics)))
                 except BrokerError as error:
                     log.debug("a report was not announced", error=str(error))
             await anyio.sleep(REPORT_PERIOD_S)

@@ -9,6 +9,7 @@ from functools import partial
 
 import anyio
 import anyio.to_thread
+import msgspec
 import structlog
 
 from ops.arena.lifeline import die_with_parent
@@ -37,11 +38,17 @@ async def run_worker(stages: Sequence[str], folder: RunFolder, engine: EngineCho
         await anyio.to_thread.run_sync(prepare, folder)
         return True
     config, endpoints = folder.read_config(), folder.read_endpoints()
+    # What is stored again before half the age at which it may be collected is young enough until a message names it.
+    login = msgspec.structs.replace(
+        endpoints.broker_login, payload_renew_after_s=config.retention.min_payload_age_s / 2
+    )
+    endpoints = msgspec.structs.replace(endpoints, broker_login=login)
     plan = chosen_engine(engine, config.engine) if "engine" in stages else None
     async with connect_to(endpoints, name="+".join(stages)) as broker:
         context = WorkerContext(folder, config, endpoints, broker, engine=plan)
         async with until_stopped(partial(_drain, context)), anyio.create_task_group() as background:
             background.start_soon(context.announce_reports)
+            background.start_soon(context.broker.follow_shares)
             if config.metrics.port:
                 background.start_soon(serve_metrics, config.metrics, stages[0], context.reports)
             async with anyio.create_task_group() as services:

@@ -16,7 +16,7 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: int
     bound_by: str
-    """`max_concurrent_groups`, `max_staleness`, `end of run`, `paused`, `draining` or `streams`."""
+    """`max_concurrent_groups`, `max_staleness`, `end of run`, `paused`, `draining`, `store full` or `streams`."""
 
 
 def available(
@@ -26,6 +26,7 @@ def available(
     groups_per_step: int,
     max_staleness: int | None,
     max_concurrent: int,
+    full: bool = False,
     still_needed: int | None = None,
 ) -> Credit:
     """Groups that may be issued now (≥ 0), in groups.
@@ -34,6 +35,9 @@ def available(
         running: issued and not closed.
         waiting: closed, usable, in no trained step.
         max_staleness: None where nothing is trained: no group goes stale.
+        max_concurrent: groups that may run at once.
+        full: the run's store is nearly full: only a step that is begun gets the groups that it still misses, since what it
+            holds can be purged only when it is trained.
         still_needed: groups that the rest of the run can train, beyond running and waiting; None = no end in sight.
     """
     limits = [
@@ -41,6 +45,9 @@ def available(
     ]
     if max_staleness is not None:
         limits.append(((max_staleness + 1) * groups_per_step - (running + waiting), "max_staleness"))
+    if full:
+        begun = running + waiting
+        limits.append((groups_per_step - begun if begun else 0, "store full"))
     if still_needed is not None:
         limits.append((still_needed, "end of run"))
     groups, bound_by = min(limits, key=lambda limit: limit[0])

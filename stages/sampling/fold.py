@@ -28,6 +28,7 @@ from schemas.messages.sampling import (
     ControlAction,
     GroupClosed,
     PromptPublished,
+    Retain,
     RunFinished,
     RunStarted,
     StreamListed,
@@ -43,6 +44,7 @@ from schemas.topics import (
     PROMPT_PUBLISHED,
     RUN_CONTROL,
     RUN_FINISHED,
+    RUN_RETAIN,
     RUN_STARTED,
     STEP_ASSEMBLED,
     STEP_TRAINED,
@@ -70,6 +72,7 @@ class SamplingFold:
         STEP_TRAINED,
         RUN_CONTROL,
         FOLD_TICK,
+        RUN_RETAIN,
     )
     produces: tuple[AnyTopic, ...] = (GROUP_ISSUED, RUN_FINISHED)
     state_type = SamplingState
@@ -115,6 +118,8 @@ class SamplingFold:
                 self._obey(state, message.action)
             case Tick():
                 state.tick = max(state.tick, message.ordinal)
+            case Retain():
+                state.full = message.full
             case _:
                 raise ContractError(f"sampling does not consume {type(message).__name__}")
         return [*self._evaluate(state), *self._issue(state), *self._finish(state)]
@@ -215,6 +220,7 @@ class SamplingFold:
             groups_per_step=settings.groups_per_step,
             max_staleness=settings.max_staleness if settings.trains else None,
             max_concurrent=settings.max_concurrent_groups - len(state.evaluating),
+            full=state.full,
             still_needed=min(limits) if limits else None,
         )
 
@@ -245,7 +251,7 @@ class SamplingFold:
     def _evaluate(self, state: SamplingState) -> list[Output]:
         """Evaluation groups go before others when they are due, and leave room for those that train."""
         settings = self._settings
-        if state.paused or state.draining or not settings.evaluations:
+        if state.paused or state.draining or state.full or not settings.evaluations:
             return []
         plans: list[EvaluationPlan] = []
         for stream in settings.evaluations:

@@ -47,6 +47,8 @@ class SamplingState(msgspec.Struct, kw_only=True):
     evaluating: dict[str, None] = {}
     """Evaluation groups that are issued and not closed."""
     tick: int = 0
+    full: bool = False
+    """The run's store is nearly full."""
     paused: bool = False
     draining: bool = False
 

@@ -1,0 +1,116 @@
+"""Follows the log for whoever purges it: what is still needed, which payloads are named, what the run's account is."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import anyio
+import msgspec
+import structlog
+
+from broker.api import Broker, RecordBatch
+from broker.errors import PayloadMissingError
+from broker.recording.references import (
+    TOPICS_WITH_PAYLOADS,
+    NamedPayload,
+    decoded_topic,
+    may_name_payloads,
+    named_in,
+    named_in_payload,
+)
+from ops.retention.ledger import Ledger
+from pipeline.retention import LogNeeds, PayloadUses
+from schemas.errors import DecodeError, DigestError
+from schemas.subjects import PREFIX, Topic
+from schemas.topics import (
+    DEAD_LETTER,
+    EPISODE_ENDED,
+    EPISODE_LAUNCHED,
+    EPISODE_REQUESTED,
+    GROUP_CLOSED,
+    GROUP_ISSUED,
+    STEP_ASSEMBLED,
+    STEP_TRAINED,
+    STREAM_LISTED,
+    TRAJECTORY_READY,
+    WEIGHTS_PUBLISHED,
+)
+
+log = structlog.get_logger("headrace.retention")
+
+_LOOKED_INTO: Final = frozenset(
+    topic.name
+    for topic in (
+        DEAD_LETTER,
+        EPISODE_ENDED,
+        EPISODE_LAUNCHED,
+        EPISODE_REQUESTED,
+        GROUP_CLOSED,
+        GROUP_ISSUED,
+        STEP_ASSEMBLED,
+        STEP_TRAINED,
+        STREAM_LISTED,
+        TRAJECTORY_READY,
+        WEIGHTS_PUBLISHED,
+    )
+)
+
+
+class LogFollower:
+    """Reads the whole log as it grows."""
+
+    def __init__(self, broker: Broker, ledger: Ledger, *, trains: bool) -> None:
+        self.needs: Final = LogNeeds(trains=trains)
+        self.uses: Final = PayloadUses()
+        self.ledger: Final = ledger
+        self.caught_up: Final = anyio.Event()
+        self._broker: Final = broker
+
+    async def run(self) -> None:
+        """For ever."""
+        end = (await self._broker.log_status()).last_sequence
+        if not end:
+            self.caught_up.set()
+        async with self._broker.read_batches([f"{PREFIX}.{self._broker.run}.>"]) as batches:
+            async for batch in batches:
+                await self._take(batch)
+                if self.needs.sequence >= end:
+                    self.caught_up.set()
+
+    async def _take(self, batch: RecordBatch) -> None:
+        for number, subject in enumerate(batch.subjects):
+            sequence, data = int(batch.sequences[number]), batch.datas[number]
+            topic = decoded_topic(subject)
+            message: msgspec.Struct | None = None
+            names = topic is not None and topic.name in TOPICS_WITH_PAYLOADS and may_name_payloads(data)
+            if topic is not None and (names or topic.name in _LOOKED_INTO):
+                message = _decoded(topic, data)
+            if topic is not None and message is not None:
+                if names:
+                    await self._note_payloads(sequence, topic, message)
+                self.ledger.take(message, sequence)
+            self.needs.take(sequence, message)
+            self.uses.passed(sequence, float(batch.unix_times_s[number]))
+
+    async def _note_payloads(self, sequence: int, topic: Topic[msgspec.Struct], message: msgspec.Struct) -> None:
+        found = list(named_in(topic, message))
+        for named in list(found):
+            found += await self._inner(named)
+        self.uses.take(sequence, topic.name, found)
+
+    async def _inner(self, named: NamedPayload) -> list[NamedPayload]:
+        """What the payload of a manifest or of a stream's rows names in turn."""
+        if named.path not in ("step.assembled.manifest", "stream.listed.rows"):
+            return []
+        try:
+            return named_in_payload(named.path, await self._broker.payloads.get(named.ref))
+        except (PayloadMissingError, DigestError, msgspec.MsgspecError) as error:
+            log.warning("a payload can't be looked into", payload=named.ref.id, path=named.path, error=str(error))
+            return []
+
+
+def _decoded(topic: Topic[msgspec.Struct], data: bytes) -> msgspec.Struct | None:
+    try:
+        return topic.decode(data)
+    except DecodeError:
+        return None  # whoever consumes it makes it a dead letter

@@ -1,0 +1,48 @@
+"""The service that keeps a run's store within its limits."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from broker.api import CollectablePayloads, PayloadStore
+from ops.config import RunConfig
+from ops.retention.owner import Readers, RetentionOwner
+from ops.workers.context import WorkerContext
+from pipeline.fold import FoldSettings
+from schemas.errors import ConfigError
+
+_STAGES: Final = ("fan_out", "arena_launch", "map_rewards")
+"""Stages that take from durables of their own name."""
+
+
+async def run_retention(context: WorkerContext) -> None:
+    """Purge and collect until drained."""
+    owner = RetentionOwner(
+        context.broker.inner,
+        _collectable(context.store),
+        context.metrics("retention"),
+        readers(context.config),
+        context.config.retention,
+    )
+    context.on_drain(owner.drain)
+    await owner.run()
+
+
+def readers(config: RunConfig) -> Readers:
+    """Who reads the log of a run with this config."""
+    if config.run.from_run:
+        return Readers(folds=("assembly",), durables=(), trains=True)
+    if config.run.rollout_only:
+        return Readers(folds=("sampling", "assembly"), durables=_STAGES, trains=False)
+    return Readers(folds=("sampling", "assembly"), durables=(*_STAGES, "broadcast_weights"), trains=True)
+
+
+def fold_settings(config: RunConfig) -> FoldSettings:
+    """How a run's folds are checkpointed."""
+    return FoldSettings(checkpoint_period_s=config.retention.checkpoint_period_s)
+
+
+def _collectable(store: PayloadStore) -> CollectablePayloads:
+    if not hasattr(store, "collect"):
+        raise ConfigError(f"payload store {store.name!r}: expected one that lists what it holds")
+    return store  # pyright: ignore[reportReturnType] - just checked
