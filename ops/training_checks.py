@@ -36,6 +36,8 @@ def check_training(training: TrainingSection, *, estimator: str, steps: int | No
     ):
         if value < least:
             raise ConfigError(f"training.{name}: expected at least {least}, found {value}")
+    if training.checkpoint_timeout_s <= 0:
+        raise ConfigError(f"training.checkpoint_timeout_s: expected above 0, found {training.checkpoint_timeout_s:g}")
     if training.schedule != "constant" and training.total_steps <= training.warmup_steps:
         raise ConfigError(
             f"training.total_steps: schedule {training.schedule} expected more than warmup_steps ({training.warmup_steps}), "

@@ -14,7 +14,7 @@ from typing import Final
 import anyio
 
 from broker.api import ConsumerSettings
-from ops.adapters import LogWeights
+from ops.adapters import LogWeights, published_generations
 from ops.config import assembly_settings, run_streams, sampling_settings
 from ops.evaluations import following
 from ops.store_readers import StoreReaders
@@ -157,7 +157,13 @@ async def _weights(context: WorkerContext) -> None:
             keep_versions=training.keep_weight_versions,
             held=readers.held,
         )
-    stage = bind(broadcast_weights, payloads=context.payloads, shelf=shelf, weights_dir=str(context.folder.weights))
+    stage = bind(
+        broadcast_weights,
+        payloads=context.payloads,
+        shelf=shelf,
+        weights_dir=str(context.folder.weights),
+        generations=await published_generations(context.log),
+    )
     settings = RunnerSettings(consumer=ConsumerSettings(prefetch=2, ack_wait_s=30.0))
     runner = StageRunner(stage, context.broker, context.metrics("weights"), settings)
     context.on_drain(runner.drain)

@@ -257,6 +257,8 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Checkpoints of every so many steps are kept for good; the log need not reach back to them. 0 = none."""
     async_checkpoints: bool = True
     """Go on training while a checkpoint is written."""
+    checkpoint_timeout_s: float = 600.0
+    """A rank that has written its part of a checkpoint waits so long for the others, then ends with the name of what it waits for."""
     dtype: str = "float32"
     """Of the master weights: float32 or bfloat16."""
     export_dtype: str = ""

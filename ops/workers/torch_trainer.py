@@ -157,6 +157,7 @@ def open_torch_backend(config: RunConfig, model_folder: str, checkpoint_dir: str
         keep_checkpoints=training.keep_checkpoints,
         keep_every_steps=training.keep_checkpoints_every_steps,
         async_checkpoints=training.async_checkpoints,
+        checkpoint_timeout_s=training.checkpoint_timeout_s,
         optimizer=optimizer_settings(config),
         loss=loss_config(config),
         export_dtype=training.export_dtype,

@@ -55,7 +55,7 @@ async def run_trainer(context: WorkerContext) -> None:
                 checkpoint_every_steps=config.training.checkpoint_every_steps,
                 mismatch_kl_warning=config.training.mismatch_kl_warning,
             ),
-            on_trained=_pruner(context) if rank == 0 else None,
+            on_trained=None if lease is None else _pruner(context, lease),
             sinks=sinks,
         )
         context.on_drain(loop.drain)
@@ -77,13 +77,18 @@ async def _latest_start(context: WorkerContext) -> int:
     return ordinal
 
 
-def _pruner(context: WorkerContext) -> Callable[[int], Awaitable[None]]:
+def _pruner(context: WorkerContext, lease: HeldLease) -> Callable[[int], Awaitable[None]]:
     training, weights_dir = context.config.training, str(context.folder.weights)
 
     async def after(step: int) -> None:
         first = step - training.keep_weight_versions + 1
         await anyio.to_thread.run_sync(
-            lambda: prune(weights_dir, keep_from_version=first, hold_s=training.hold_weights_s)
+            lambda: prune(
+                weights_dir,
+                keep_from_version=first,
+                up_to_generation=lease.generation,
+                hold_s=training.hold_weights_s,
+            )
         )
 
     return after

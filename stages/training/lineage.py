@@ -1,7 +1,9 @@
 """Which checkpoints count where several incarnations of a trainer wrote some, and which are kept.
 
 A later generation that went on from step k supersedes what an earlier one wrote beyond k: that belongs to another line of
-weights, even where the earlier one, asleep for a while, finished writing it afterwards.
+weights, even where the earlier one, asleep for a while, finished writing it afterwards. It says so on disk before it trains:
+
+    fork-g3.json   generation 3 went on from this step: what generations 1 and 2 have beyond it is not gone on from
 """
 
 from __future__ import annotations
@@ -25,6 +27,13 @@ _ABANDONED_S: Final = 3600.0
 """A part that nobody wrote to for so long is no longer being written."""
 
 
+class Fork(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a generation went on."""
+
+    generation: int
+    resumed_step: int
+
+
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint with its record, not yet compared with its files."""
 
@@ -32,10 +41,19 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     record: CheckpointRecord
 
 
+def fork(root: Path, generation: int, resumed_step: int) -> None:
+    """Say that a generation goes on from a step (0: from the start): earlier ones' later checkpoints count no more."""
+    root.mkdir(parents=True, exist_ok=True)
+    part = root / f".part-fork-g{generation}"
+    part.write_bytes(msgspec.json.encode(Fork(generation=generation, resumed_step=resumed_step)))
+    part.replace(root / f"fork-g{generation}.json")
+
+
 def standing(root: Path) -> list[Kept]:
     """The checkpoints of the surviving line, oldest first."""
     found = _records(root)
-    line = [one for one in found if not any(_supersedes(other.record, one.record) for other in found)]
+    forks = _forks(root, found)
+    line = [one for one in found if not any(_supersedes(later, one.record) for later in forks)]
     return sorted(line, key=lambda one: (one.record.step, one.record.generation))
 
 
@@ -101,10 +119,25 @@ def _records(root: Path) -> list[Kept]:
     return found
 
 
-def _supersedes(later: CheckpointRecord, record: CheckpointRecord) -> bool:
-    if later.generation <= record.generation or later.resumed_step is None:
-        return False
-    return later.resumed_step < record.step
+def _forks(root: Path, found: Sequence[Kept]) -> list[Fork]:
+    """As said by the generations themselves, and by what they wrote."""
+    forks = [
+        Fork(generation=one.record.generation, resumed_step=one.record.resumed_step)
+        for one in found
+        if one.record.resumed_step is not None
+    ]
+    for path in root.glob("fork-g*.json"):
+        try:
+            forks.append(msgspec.json.decode(path.read_bytes(), type=Fork))
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning(
+                "the note of where a trainer went on is damaged: passed over", note=path.name, reason=str(error)
+            )
+    return forks
+
+
+def _supersedes(later: Fork, record: CheckpointRecord) -> bool:
+    return later.generation > record.generation and later.resumed_step < record.step
 
 
 def _untouched_s(part: Path) -> float:

@@ -3,7 +3,8 @@
     checkpoint k ──▶ step.assembled k+1, k+2 … ──▶ rows ──▶ backend ──▶ weight folder ──▶ step.trained ──▶ checkpoint
 
 The position lives in the checkpoint: what was trained after it is trained again from the same manifests. An incarnation
-that lost its lease publishes nothing more.
+that lost its lease stops at its next look. What it still says after that, having slept between look and publish, is passed
+over by whoever reads (`pipeline.generations`, `stages.training.lineage`).
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class TrainerLoop:
         """
         backend = self._backend
         self._busy = True
-        self.step = self._saved_step = await anyio.to_thread.run_sync(backend.resume)
+        self.step = self._saved_step = await anyio.to_thread.run_sync(backend.resume, self._lease.generation)
         log.info("trainer starts", after_step=self.step, generation=self._lease.generation, rank=backend.rank)
         self._metrics.gauges["step"] = self.step
         if self._is_done():
@@ -170,12 +171,14 @@ class TrainerLoop:
         trained = time.perf_counter()
         folder = version_folder(self._settings.weights_dir, assembled.step, self._lease.generation)
         await anyio.to_thread.run_sync(backend.export_weights, folder)
+        await self._lease.check()  # as late as can be; what slips through is passed over by every reader
         self.step = assembled.step
         seconds = time.perf_counter() - started
         stats = {**result.stats, **_performance(result, trained - fetched)}
         if backend.rank == 0:
             self._warn_of_mismatch(stats)
             await self._say(assembled, result.digest, stats, result.skipped, seconds, result.num_tokens)
+            await self._lease.check()
             for sink in self._sinks:
                 await anyio.to_thread.run_sync(sink.write, self.step, stats)
         metrics.succeeded += 1
@@ -190,6 +193,7 @@ class TrainerLoop:
         if self.step % self._settings.checkpoint_every_steps == 0 or self._is_done():
             await self._checkpoint()
         if self._on_trained is not None:
+            await self._lease.check()
             await self._on_trained(self.step)
 
     def _warn_of_mismatch(self, stats: Mapping[str, float]) -> None:

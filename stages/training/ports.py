@@ -57,8 +57,10 @@ class TrainerBackend(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def resume(self) -> int:
-        """Load the newest whole checkpoint; the step it stands after, 0 for none."""
+    def resume(self, generation: int = 0) -> int:
+        """Load the newest whole checkpoint; the step it stands after, 0 for none. An incarnation with a generation supersedes
+        what earlier ones have written, or will write, beyond that step.
+        """
         ...
 
     def rows_needed(self, manifest: Manifest) -> Sequence[int]:

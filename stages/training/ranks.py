@@ -25,8 +25,15 @@ class Ranks:
         self._timeout_s = timeout_s
 
     @contextmanager
-    def collective(self, what: str) -> Generator[None]:
+    def collective(
+        self, what: str, *, timeout_s: float | None = None, setting: str = "training.collective_timeout_s"
+    ) -> Generator[None]:
         """Name a collective that fails.
+
+        Args:
+            what: the collective, in words.
+            timeout_s: that of its group; None: of all ranks' group.
+            setting: where it is set.
 
         Raises:
             CollectiveError: another rank did not take part within the timeout, or its connection ended.
@@ -37,7 +44,7 @@ class Ranks:
         except RuntimeError as error:  # what torch raises for lost peers and timeouts, over gloo and NCCL alike
             raise CollectiveError(
                 f"rank {self.rank} of {self.world_size}: {what} failed after {time.monotonic() - started:.1f} s (timeout "
-                f"{self._timeout_s:g} s, training.collective_timeout_s): another rank died, hangs, or left the step. Look for the "
+                f"{self._timeout_s if timeout_s is None else timeout_s:g} s, {setting}): another rank died, hangs, or left the step. Look for the "
                 "rank whose log ends first: its error is the cause (killed for memory, an exception). If none ended, one of them "
                 f"computes for longer than the timeout. Found: {str(error).strip().splitlines()[0]}"
             ) from error

@@ -37,7 +37,8 @@ class StandInBackend:
         self._step_s: Final = step_s
         self.weights: npt.NDArray[np.float64] = np.zeros(_WIDTH)
 
-    def resume(self) -> int:
+    def resume(self, generation: int = 0) -> int:
+        del generation
         steps = self.checkpoint_steps()
         if not steps:
             return 0

@@ -26,7 +26,7 @@ from stages.learning.rows import Rows
 from stages.learning.update import OptimizerSettings, make_optimizer
 from stages.training import checkpoints, lineage
 from stages.training.batches import MicroBatch, micro_batch
-from stages.training.checkpoint_writer import CheckpointWriter
+from stages.training.checkpoint_writer import WRITE_TIMEOUT_S, CheckpointWriter
 from stages.training.checkpoints import Position
 from stages.training.errors import CheckpointError, TrainingError
 from stages.training.guides import Guides
@@ -54,6 +54,8 @@ class StepSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Checkpoints of every so many steps are kept for good (an archive: the log need not reach back to them); 0 = none."""
     async_checkpoints: bool = True
     """Go on training while a checkpoint is written."""
+    checkpoint_timeout_s: float = WRITE_TIMEOUT_S
+    """How long a rank that has written its part waits for the others."""
     optimizer: OptimizerSettings = OptimizerSettings()
     loss: LossConfig = LossConfig()
     export_dtype: str = ""
@@ -114,6 +116,7 @@ class StepBackend:
             in_background=settings.async_checkpoints,
             keep=settings.keep_checkpoints,
             keep_every_steps=settings.keep_every_steps,
+            timeout_s=settings.checkpoint_timeout_s,
         )
         self._peak_flops: Final = peak_flops(ranks.device, settings.peak_tflops) or 0.0
         self._shapes: Final = policy.shapes()
@@ -133,13 +136,16 @@ class StepBackend:
         """All ranks of the trainer."""
         return self._ranks.world_size
 
-    def resume(self) -> int:
-        """Load the newest whole checkpoint of the surviving line; the step it stands after, 0 for none.
+    def resume(self, generation: int = 0) -> int:
+        """Load the newest whole checkpoint of the surviving line; the step it stands after, 0 for none. Rank 0's generation, if
+        it has one, supersedes from here on what earlier ones have beyond.
 
         Raises:
             CheckpointError: The newest whole one belongs to other settings or another model.
         """
         position = self._agreed_position()
+        if generation and self.rank == 0:
+            lineage.fork(Path(self._settings.checkpoint_dir), generation, 0 if position is None else position[0])
         if position is None:
             return 0
         root = Path(self._settings.checkpoint_dir)

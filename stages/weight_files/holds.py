@@ -68,15 +68,23 @@ def end_reading(weights_dir: str, reader: str) -> None:
 
 
 def prune(
-    weights_dir: str, *, keep_from_version: int, hold_s: float = HOLD_S, now: Callable[[], float] = time.time
+    weights_dir: str,
+    *,
+    keep_from_version: int,
+    up_to_generation: int | None = None,
+    hold_s: float = HOLD_S,
+    now: Callable[[], float] = time.time,
 ) -> list[str]:
-    """Delete the folders of versions below `keep_from_version` that no reader holds; what was deleted."""
+    """Delete the folders of versions below `keep_from_version` that no reader holds; what was deleted.
+
+    Those of trainers after `up_to_generation` are left alone: whoever asks may have been superseded without knowing it.
+    """
     root = Path(weights_dir)
     doomed: list[Path] = []
     with _locked(root):
         held = _held(root, hold_s, now())
         for version, generation, path in versions_in(weights_dir):
-            if version >= keep_from_version:
+            if version >= keep_from_version or (up_to_generation is not None and generation > up_to_generation):
                 continue
             readers = held.get((version, generation))
             if readers:
