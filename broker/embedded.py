@@ -49,6 +49,12 @@ class EmbeddedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_store_bytes: int = 1024**4
     """What the limits of all streams may add up to; each stream's own limit is what bounds it."""
     with_token: bool = True
+    server_name: str = "headrace"
+    """Nodes of one cluster need names of their own."""
+    route_port: int = 0
+    """Where the other nodes of a cluster come to; 0: it is a server alone."""
+    routes: tuple[str, ...] = ()
+    """nats://host:port of every node of the cluster."""
     start_deadline_s: float = 30.0
     stop_deadline_s: float = 10.0
 
@@ -216,7 +222,7 @@ class EmbeddedServer:
         settings = self.settings
         lines = [
             f'listen: "127.0.0.1:{self._wanted_port()}"',
-            'server_name: "headrace"',
+            f"server_name: {json.dumps(settings.server_name)}",
             f"ports_file_dir: {_quoted(self.store)}",
             f"log_file: {_quoted(self.store / 'nats-server.log')}",
             "logfile_size_limit: 64MB",
@@ -229,6 +235,12 @@ class EmbeddedServer:
             f"  max_file: {settings.max_store_bytes}",
             "}",
         ]
+        if settings.route_port:
+            # Clients keep to the addresses that they were given.
+            lines.append(
+                f'cluster {{ name: headrace, listen: "127.0.0.1:{settings.route_port}", no_advertise: true, '
+                f"routes: [{', '.join(settings.routes)}] }}"
+            )
         if settings.with_token:
             lines.append(f"authorization {{ token: {json.dumps(self._token())} }}")
         path = self.store / "nats-server.conf"

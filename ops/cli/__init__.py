@@ -41,6 +41,7 @@ COMMANDS: Final = (
     ("audit", "ops.cli.audit:app", _LOG, "One record per episode, kept or rejected."),
     ("export", "ops.cli.export:export", _LOG, "A run or a recording as Parquet tables."),
     ("schema", "ops.cli.schema:schema", _LOG, "JSON Schema of every message."),
+    ("chaos", "ops.cli.chaos:chaos", _MORE, "Play faults on a run of its own and account for everything."),
     ("bench", "ops.cli.bench:bench", _MORE, "Measure one part beside a bare reference."),
     (
         "doctor",

@@ -17,7 +17,7 @@ from pipeline.stage import stage
 from schemas.messages.training import StepTrained, WeightsPublished
 from schemas.topics import STEP_TRAINED, WEIGHTS_PUBLISHED
 from stages.ports import WeightsRefusedError
-from stages.weight_files.folders import version_folder
+from stages.weight_files.folders import version_folder, versions_in
 from stages.weight_files.safetensors_file import ADAPTER_FILE_NAME, read_folder, tensor_file, weights_digest
 from stages.weights.shelf import Shelf, WeightsStore
 
@@ -41,7 +41,7 @@ async def broadcast_weights(
         generations: those that were heard before; nothing is published of a trainer that was superseded when it spoke.
 
     Raises:
-        RefusedError: the folder is gone: a newer version has taken its place.
+        RefusedError: the folder is gone, and no newer version has taken its place.
     """
     if generations is not None and not generations.admits(trained.generation):
         log.warning(
@@ -57,6 +57,10 @@ async def broadcast_weights(
         parts = None if shelf is None else await shelf.put(folder, manifest, trained.step, trained.generation)
     except (WeightsRefusedError, FileNotFoundError) as error:
         if not tensor_file(folder).exists():
+            if any(version > trained.step for version, _, _ in versions_in(weights_dir)):
+                # Broadcast was away for longer than the trainer keeps versions: engines go on to the newest.
+                log.warning("a version was overtaken before it was published", step=trained.step)
+                return []
             raise RefusedError(f"weights of step {trained.step} are no longer in {folder}: {error}") from error
         raise
     if shelf is not None:

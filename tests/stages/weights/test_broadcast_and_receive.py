@@ -9,6 +9,7 @@ from weights_case import Broadcast, write_weights
 from pipeline.errors import PayloadGoneError, RefusedError
 from schemas.messages.training import StepTrained, WeightParts, WeightsManifest
 from stages.ports import WeightsRefusedError
+from stages.weight_files.folders import version_folder
 from stages.weight_files.safetensors_file import FILE_NAME, check_against, read_manifest, weights_digest
 from stages.weights.broadcast import broadcast_weights
 from stages.weights.receive import supersedes
@@ -129,6 +130,12 @@ async def test_a_step_whose_folder_is_gone_is_refused_by_name(broadcast: Broadca
     trained = StepTrained(step=9, generation=1, digest="", manifest_id="")
     with pytest.raises(RefusedError, match="step 9 are no longer in"):
         await broadcast_weights(trained, payloads=broadcast.payloads, shelf=None, weights_dir=broadcast.dir)
+
+
+async def test_a_version_that_was_overtaken_while_broadcast_was_away_is_passed_over(broadcast: Broadcast) -> None:
+    write_weights(version_folder(broadcast.dir, 10, 1), seed=10)
+    overtaken = StepTrained(step=9, generation=1, digest="", manifest_id="")
+    assert not await broadcast_weights(overtaken, payloads=broadcast.payloads, shelf=None, weights_dir=broadcast.dir)
 
 
 async def test_a_later_generation_of_the_same_version_supersedes_it(broadcast: Broadcast) -> None:
