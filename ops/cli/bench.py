@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ops.bench.result import BenchResult
 
-BenchName = Literal["stage", "assembly", "record", "gateway", "launch", "train", "tap"]
+BenchName = Literal["stage", "assembly", "record", "gateway", "launch", "train", "tap", "weights", "async"]
 
 
 class _Bench(Protocol):
@@ -32,7 +32,10 @@ def bench(name: BenchName, /, *, json: bool = False) -> None:
     json
         One JSON object: name, metrics, reference, ratio, machine.
     """
-    module = cast(_Bench, importlib.import_module(f"ops.bench.{name}"))  # cast: each bench module has this one function
+    module_name = "asynchrony" if name == "async" else name  # `async` is a keyword
+    module = cast(
+        _Bench, importlib.import_module(f"ops.bench.{module_name}")
+    )  # cast: each bench module has this one function
     result = module.run()
     if json:
         sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
