@@ -98,12 +98,10 @@ class EngineLife:
         connect: Callable[[str], AbstractAsyncContextManager[InferenceEngine]],
         make_weights: MakeWeights,
         draining: anyio.Event,
-        on_serving: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
         start: starts or finds the server.
         connect: a client to its URL.
-        on_serving: called when it takes requests for the first time.
         """
         self._announcer: Final = announcer
         self._settings: Final = settings
@@ -111,7 +109,6 @@ class EngineLife:
         self._connect: Final = connect
         self._make_weights: Final = make_weights
         self._draining: Final = draining
-        self._on_serving: Final = on_serving
         self._served = False
         self._attached: Final = announcer.current.attached
         self._quarantines = 0
@@ -183,9 +180,7 @@ class EngineLife:
             await weights.catch_up()
             self._announcer.tell(refused_version=weights.refused_version)
             self._settle()
-            if not self._served:
-                self._served = True
-                self._on_serving()
+            self._served = True
             await self._serve(engine, weights)
 
     async def _serve(self, engine: InferenceEngine, weights: Weights) -> None:

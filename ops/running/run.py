@@ -28,6 +28,7 @@ from ops.local_arena import local_arena_config
 from ops.run_folder import Endpoints, RunFolder
 from ops.running.bridge import bridged
 from ops.running.disk import check_disk, watch_disk
+from ops.running.engines import kept_engines
 from ops.running.plan import arena_process, run_environment, run_processes
 from ops.running.post_exit import run_post_exit
 from ops.running.progress import Progress
@@ -112,14 +113,13 @@ async def run(
                         tasks.start_soon(progress.follow, broker, on_progress)
                         async with bridged(source, broker, progress) as bridge:
                             tasks.start_soon(watch_disk, folder, config.run.min_free_disk_bytes, supervisor.fail)
-                            await _start_all(config, folder, secrets, endpoints, supervisor)
+                            environment = run_environment(config, secrets, local_arena=has_local_arena(config))
                             ends = [bridge.ended] if bridge else []
-                            if config.run.rollout_only:
-                                ends.append(rolled_out := anyio.Event())
-                                tasks.start_soon(until_rolled_out, broker, config, rolled_out)
-                            await _until_done(supervisor, stopped, *ends)
-                            await _until_evaluated(config, broker, start, supervisor, stopped)
-                            await supervisor.stop(servers=not config.run.rollout_only)
+                            async with kept_engines(config, folder, environment, supervisor, broker) as serving:
+                                await _first_of(serving, supervisor.failed, stopped)
+                                if not stopped.is_set() and supervisor.failure is None:
+                                    await _start_all(config, folder, environment, endpoints, supervisor)
+                                await _until_over(config, broker, start, supervisor, stopped, *ends)
                         left = await _registrations_left(config, broker, folder, secrets)
                         await supervisor.stop()
                         failure = bridge.failure if bridge else None
@@ -242,12 +242,15 @@ def _ends_by_itself(config: RunConfig) -> bool:
     return not any(stream.open for stream in run_streams(config).values())
 
 
+def has_local_arena(config: RunConfig) -> bool:
+    """Whether the run starts an Arena of its own."""
+    return config.arena.url == LOCAL and not config.run.from_run and uses_arena(config)
+
+
 async def _start_all(
-    config: RunConfig, folder: RunFolder, secrets: RunSecrets, endpoints: Endpoints, supervisor: Supervisor
+    config: RunConfig, folder: RunFolder, environment: dict[str, str], endpoints: Endpoints, supervisor: Supervisor
 ) -> None:
-    local = config.arena.url == LOCAL and not config.run.from_run and uses_arena(config)
-    environment = run_environment(config, secrets, local_arena=local)
-    if local:
+    if has_local_arena(config):
         await _start_arena(config, folder, endpoints, supervisor, environment)
     for spec in run_processes(config, folder, environment):
         await supervisor.start(spec)
@@ -282,6 +285,20 @@ def _arena_access(config: RunConfig, folder: RunFolder, secrets: RunSecrets) -> 
     local = config.arena.url == LOCAL
     environ = {**os.environ, **run_environment(config, secrets, local_arena=local)}
     return arena_access(config, folder.read_endpoints(), environ)
+
+
+async def _until_over(
+    config: RunConfig, broker: Broker, start: int, supervisor: Supervisor, stopped: anyio.Event, *ends: anyio.Event
+) -> None:
+    """Until the run's work is done, or somebody or something ends it; then only what serves others still runs."""
+    async with anyio.create_task_group() as tasks:
+        if config.run.rollout_only:
+            ends = (*ends, rolled_out := anyio.Event())
+            tasks.start_soon(until_rolled_out, broker, config, rolled_out)
+        await _until_done(supervisor, stopped, *ends)
+        tasks.cancel_scope.cancel()
+    await _until_evaluated(config, broker, start, supervisor, stopped)
+    await supervisor.stop(servers=not config.run.rollout_only)
 
 
 async def _until_done(supervisor: Supervisor, *others: anyio.Event) -> None:

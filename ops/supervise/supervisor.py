@@ -23,15 +23,25 @@ class Supervisor:
         self.failed: Final = anyio.Event()
         self._tasks: Final = tasks
 
-    async def start(self, spec: ProcessSpec, *, on_ready: Callable[[str], None] | None = None) -> SupervisedProcess:
+    async def start(
+        self,
+        spec: ProcessSpec,
+        *,
+        on_ready: Callable[[str], None] | None = None,
+        on_given_up: Callable[[str], None] | None = None,
+    ) -> SupervisedProcess:
         """Start a process; returns when it is ready.
+
+        Args:
+            on_ready: gets its ready line.
+            on_given_up: gets the reason when it is given up and is not essential.
 
         Raises:
             ProcessGivenUpError: it did not become ready.
         """
         process = SupervisedProcess(spec, on_ready=on_ready)
         self.processes[spec.name] = process
-        self._tasks.start_soon(self._watch, process)
+        self._tasks.start_soon(self._watch, process, on_given_up)
         await self.wait_for(process.ready)
         return process
 
@@ -73,10 +83,20 @@ class Supervisor:
             self.failure = ProcessGivenUpError(reason)
             self.failed.set()
 
-    async def _watch(self, process: SupervisedProcess) -> None:
+    async def end(self, name: str) -> bool:
+        """Stop one process for good; whether there was one."""
+        process = self.processes.pop(name, None)
+        if process is None:
+            return False
+        await process.stop()
+        return True
+
+    async def _watch(self, process: SupervisedProcess, on_given_up: Callable[[str], None] | None) -> None:
         try:
             await process.run()
         except ProcessGivenUpError as error:
             log.error("a process is given up", name=process.spec.name)  # noqa: TRY400 - the text holds its last lines
             if process.spec.essential:
                 self.fail(str(error))
+            elif on_given_up is not None:
+                on_given_up(str(error))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
 import anyio
-import msgspec
 
 from ops.config import RunConfig
 from ops.engines.announcing import Announcer
@@ -61,7 +59,6 @@ async def run_engine(context: WorkerContext) -> None:
         connect=lambda url: engine_client(config, context.folder, plan.kind, plan.name, url),
         make_weights=partial(_weights, context, metrics),
         draining=context.draining,
-        on_serving=lambda: _say_ready(announcer.current),
     )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(announcer.run)
@@ -74,13 +71,6 @@ def life_settings(config: RunConfig) -> LifeSettings:
     return LifeSettings(
         start_timeout_s=config.engine.start_timeout_s, max_failed_starts=config.engine.max_failed_starts
     )
-
-
-def _say_ready(now: EngineAnnouncement) -> None:
-    """One line for the supervisor, which waits for it."""
-    line = msgspec.json.encode({"engine": now.name, "url": now.url, "version": now.version})
-    sys.stdout.write(line.decode() + "\n")
-    sys.stdout.flush()
 
 
 @asynccontextmanager
