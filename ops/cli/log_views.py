@@ -15,6 +15,7 @@ from ops.logtools.differences import DifferenceKind, DiffReport
 from ops.logtools.inspecting import Call, Conversation, Summary
 from ops.logtools.lives import Event, Fate, Life
 from ops.logtools.plain import Plain, clock, duration, size
+from ops.logtools.spoken import Spoken, spoken
 
 _STYLES: Final = {
     Fate.TRAINED: "green",
@@ -137,30 +138,36 @@ def _call(call: Call, *, tokens: bool) -> RenderableType:
     parts: list[RenderableType] = [Text.assemble((f"call {call.ordinal}", "cyan"), (f"  {facts}", "dim"))]
     if call.problem:
         parts.append(Text(f"its tokens can't be read: {call.problem}", style="red"))
-    messages: list[Plain] = (
-        call.messages if isinstance(call.messages, list) else [call.messages] if call.messages else []
-    )
-    for message in messages:
-        if isinstance(message, dict):
-            role = str(message.get("role", "?"))
-            rest = {name: value for name, value in message.items() if name not in ("role", "content") and value}
-            body = _text(message.get("content")) + (f"\n{_text(rest)}" if rest else "")
-            parts.append(Text.assemble((f"{role}: ", "green" if role == "assistant" else "yellow"), body))
-        else:
-            parts.append(Text(_text(message)))
+    parts += [_message(message) for message in spoken(call.messages)]
     if tokens:
         parts.append(_token_table(call))
     return Group(*parts)
 
 
+def _message(message: Spoken) -> RenderableType:
+    text = Text()
+    if message.role:
+        text.append(f"{message.role}: ", style="green" if message.role == "assistant" else "yellow")
+    if message.reasoning:
+        text.append(f"({message.reasoning}) ", style="dim italic")
+    text.append(message.text)
+    for call in message.calls:
+        text.append(f"\n→ {call}", style="cyan")
+    if message.extra:
+        text.append(f"\n{message.extra}", style="dim")
+    return Padding(text, (0, 0, 0, 2))
+
+
 def _token_table(call: Call) -> RenderableType:
     prompt = " ".join(str(token) for token in call.prompt_ids[:_TOKENS_SHOWN])
     more = len(call.prompt_ids) - _TOKENS_SHOWN
-    pairs = Text(f"prompt ids: {prompt}{f' … {more} more' if more > 0 else ''}\nsampled: ", style="dim")
+    pairs = Text(
+        f"new prompt ids: {prompt}{f' … {more} more' if more > 0 else ''}\nsampled id(log-prob): ", style="dim"
+    )
     for token, logprob in zip(call.completion_ids, call.logprobs, strict=False):
         style = "red" if logprob < -3 else "yellow" if logprob < -1 else "green"
         pairs.append(f"{token}({logprob:.2f}) ", style=style)
-    return pairs
+    return Padding(pairs, (0, 0, 0, 2))
 
 
 def _text(value: Plain) -> str:

@@ -74,7 +74,7 @@ def test_inspect_shows_an_episode_and_says_when_there_is_none(headrace, recorded
     code, out, _ = headrace("inspect", recorded, "g2/0", "--tokens")
     assert code == 0
     assert "assistant: answer 0" in out
-    assert "sampled:" in out
+    assert "sampled id(log-prob): " in out
     code, out, _ = headrace("inspect", recorded, "g999/0")
     assert code == 1
     assert "is not in" in out
