@@ -1,0 +1,150 @@
+"""New weights while requests run, on real servers, against transformers: ids, log-probs, versions, and nothing lost."""
+
+from contextlib import aclosing
+
+import anyio
+import numpy as np
+import pytest
+from real_servers import NUM_VERSIONS, greedy_ids, logprobs
+
+from schemas.messages.rollout import FinishReason
+from stages.clients.engines import http_engine
+from stages.ports import GenerateRequest, SamplingSettings, SwapMode
+
+TEMPERATURE = 0.8
+PREFIX = np.arange(40, 88, dtype=np.int32)
+"""All prompts begin with it: three blocks of a prefix cache."""
+NUM_STREAMS = 6
+NUM_NEW = 90
+
+
+class Answer:
+    """One request to its end, over as many calls as aborts made it take."""
+
+    def __init__(self, prompt):
+        self.prompt = prompt
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.calls: list[int] = []
+        """Where each call began."""
+        self.finish = None
+
+    def add(self, chunk):
+        self.ids += chunk.token_ids.tolist()
+        self.logprobs += chunk.logprobs.tolist()
+        self.versions += [chunk.version] * len(chunk.token_ids)
+        self.finish = chunk.finish_reason
+
+
+async def answer(engine, prompt, name: str) -> Answer:
+    found = Answer(prompt)
+    while found.finish in (None, FinishReason.ABORT):
+        found.calls.append(len(found.ids))
+        request = GenerateRequest(
+            request_id=f"{name}.{len(found.calls)}",
+            prompt_ids=np.concatenate([prompt, np.array(found.ids, dtype=np.int32)]),
+            settings=SamplingSettings(max_new_tokens=NUM_NEW - len(found.ids), temperature=TEMPERATURE),
+        )
+        async with aclosing(engine.generate(request)) as chunks:
+            async for chunk in chunks:
+                found.add(chunk)
+        if len(found.ids) == NUM_NEW:  # aborted after its last token
+            break
+    return found
+
+
+class LoadOnEngine:
+    """Streams of requests, one after the other in each, until told to stop."""
+
+    def __init__(self, engine, seed: int):
+        self.engine = engine
+        self.random = np.random.default_rng(seed)
+        self.answers: list[Answer] = []
+        self.num_started = 0
+        self.stopping = False
+
+    async def stream(self, number: int):
+        while not self.stopping:
+            self.num_started += 1
+            tail = self.random.integers(0, 250, size=int(self.random.integers(1, 20)))
+            prompt = np.concatenate([PREFIX, tail]).astype(np.int32)
+            self.answers.append(await answer(self.engine, prompt, f"s{number}-{self.num_started}"))
+
+    async def tokens(self, count: int):
+        """Wait until so many more tokens came."""
+        until = self.engine.num_tokens + count
+        with anyio.fail_after(120):
+            while self.engine.num_tokens < until:
+                await anyio.sleep(0.01)
+
+
+async def swaps_under_load(kind, url, versions, mode, *, num_swaps: int) -> None:
+    async with http_engine(kind, "e", url) as engine:
+        first = (await engine.health()).version
+        load = LoadOnEngine(engine, seed=first)
+        folders = {first: versions[first % NUM_VERSIONS]}
+        async with anyio.create_task_group() as tasks:
+            for number in range(NUM_STREAMS):
+                tasks.start_soon(load.stream, number)
+            for version in range(first + 1, first + num_swaps + 1):
+                await load.tokens(80)
+                folders[version] = versions[version % NUM_VERSIONS]
+                await engine.load_weights(folders[version], version, mode)
+                await check_greedy(engine, folders[version], version)
+            await load.tokens(40)
+            load.stopping = True
+        health = await engine.health()
+    assert (health.ready, health.version, health.num_running + health.num_waiting) == (True, first + num_swaps, 0)
+    check_answers(load, folders, mode)
+
+
+async def check_greedy(engine, folder: str, version: int) -> None:
+    """The first tokens after a swap, with a prompt whose prefix was cached under the former weights."""
+    request = GenerateRequest(
+        request_id=f"greedy-{version}",
+        prompt_ids=PREFIX,
+        settings=SamplingSettings(max_new_tokens=12, temperature=0.0),
+        min_version=version,
+    )
+    chunks = [chunk async for chunk in engine.generate(request)]
+    assert {chunk.version for chunk in chunks} == {version}
+    ids = np.concatenate([chunk.token_ids for chunk in chunks])
+    assert ids.tolist() == greedy_ids(folder, PREFIX, 12)
+    told = np.concatenate([chunk.logprobs for chunk in chunks])
+    np.testing.assert_allclose(told, logprobs(folder, PREFIX, ids, 0.0), atol=1e-4)
+
+
+def check_answers(load: LoadOnEngine, folders: dict[int, str], mode: SwapMode) -> None:
+    assert len(load.answers) == load.num_started, "a request was lost"
+    num_across = 0
+    for one in load.answers:
+        assert len(one.ids) == NUM_NEW
+        assert one.versions == sorted(one.versions)
+        num_across += len(set(one.versions)) > 1
+        for version in sorted(set(one.versions)):
+            expected = logprobs(folders[version], one.prompt, np.array(one.ids, dtype=np.int32), TEMPERATURE)
+            where = np.array(one.versions) == version
+            if mode is SwapMode.IN_PLACE and version != one.versions[0]:
+                continue  # sampled over keys and values of older weights: approximate
+            np.testing.assert_allclose(np.array(one.logprobs)[where], expected[where], atol=1e-4)
+        if mode is SwapMode.DRAIN:
+            assert len(set(one.versions)) == 1
+    if mode is not SwapMode.DRAIN:
+        assert num_across >= 1, "no request ran across a swap"
+    if mode is SwapMode.ABORT:
+        assert all(len(one.calls) > 1 for one in load.answers if len(set(one.versions)) > 1)
+
+
+@pytest.mark.resources
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", list(SwapMode))
+async def test_swaps_under_load(real, versions, mode):
+    await swaps_under_load(*real, versions, mode, num_swaps=3)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", list(SwapMode))
+async def test_twenty_swaps_under_load(real, versions, mode):
+    await swaps_under_load(*real, versions, mode, num_swaps=20)
