@@ -7,6 +7,7 @@ gives a read-only view of the very bytes that were received. Masks travel as bit
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -116,6 +117,11 @@ class Runs(msgspec.Struct, frozen=True, array_like=True):
     def total(self) -> int:
         """Number of items when expanded."""
         return int(self.lengths.as_numpy().astype(np.int64).sum())
+
+
+def runs_of(pairs: Sequence[tuple[int, int]]) -> Runs:
+    """(value, length) pairs as they are, lengths > 0, neighbours with different values."""
+    return Runs(values=int32([value for value, _ in pairs]), lengths=int32([length for _, length in pairs]))
 
 
 def runs(values: npt.ArrayLike) -> Runs:

@@ -33,6 +33,10 @@ class GatewayError(Exception):
         self.http_status = status if status is not None else self.status
 
 
+class ClientGoneError(Exception):
+    """The client closed the connection: nobody is told, and nothing is wrong."""
+
+
 class InvalidRequestError(GatewayError):
     """A body that can't be used: the same request will fail again."""
 

@@ -13,8 +13,7 @@ Knows nothing of HTTP or of wire protocols.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +26,7 @@ from stages.gateway.budget import Decision, decide_sampling
 from stages.gateway.conversation import Answer, Call, Event, new_answer_id, new_call_id
 from stages.gateway.errors import (
     BusyError,
+    ClientGoneError,
     ContextLengthExceededError,
     GatewayError,
     InternalError,
@@ -110,7 +110,7 @@ class Gateway:
             stop_token_ids=tokenizer.stop_token_ids,
             clock=clock,
         )
-        self._turns = anyio.CapacityLimiter(settings.limits.max_running_calls)
+        self._turns = anyio.Semaphore(settings.limits.max_running_calls, fast_acquire=True)
 
     @property
     def num_recorded(self) -> int:
@@ -146,17 +146,35 @@ class Gateway:
             found.append(await self.close_session(session.id))
         return found
 
-    async def answer(self, session: Session | None, call: Call, emit: Emit | None = None) -> tuple[Answer, ...]:
+    async def answer(
+        self,
+        session: Session | None,
+        call: Call,
+        emit: Emit | None = None,
+        *,
+        scope: anyio.CancelScope | None = None,
+    ) -> tuple[Answer, ...]:
         """Answer a call, all its choices; each is recorded before this returns. Without a session it is a probe: short, unrecorded.
+
+        Args:
+            session: whose call it is.
+            call: what is asked.
+            emit: gets the answer's events as they come.
+            scope: entered here; cancelling it says that the client has gone.
 
         Raises:
             GatewayError: whatever the client is told instead.
+            ClientGoneError: `scope` was cancelled.
         """
         self.counts.calls += 1
         try:
-            return await self._answer_in_time(session, self._preprocessed(call), emit)
+            return await self._answer_in_time(
+                session, self._preprocessed(call), emit, anyio.CancelScope() if scope is None else scope
+            )
         except GatewayError as error:
             self._note_failure(session, error)
+            raise
+        except ClientGoneError:
             raise
         except Exception as error:
             # A fault of ours: the episode must not be judged by what the agent makes of it.
@@ -173,36 +191,35 @@ class Gateway:
             call = preprocess(call)
         return call
 
-    @contextmanager
-    def _registered(self, session: Session | None) -> Generator[anyio.CancelScope]:
-        """The call can be cancelled by the end of its session, and has a deadline."""
-        with anyio.move_on_after(self.settings.limits.call_deadline_s) as scope:
-            if session is None:
-                yield scope
-                return
-            if session.ended:
-                raise SessionEndedError(f"session {session.id} has ended")
-            session.running.add(scope)
-            try:
-                yield scope
-            finally:
-                session.running.discard(scope)
-                session.last_used_s = self._clock()
-
-    def _turn(self) -> anyio.CapacityLimiter:
+    def _turn(self) -> anyio.Semaphore:
         limits = self.settings.limits
         if self._turns.statistics().tasks_waiting >= limits.max_waiting_calls:
             raise BusyError(f"{limits.max_waiting_calls} calls are waiting already", retry_after_s=1)
         return self._turns
 
-    async def _answer_in_time(self, session: Session | None, call: Call, emit: Emit | None) -> tuple[Answer, ...]:
-        with self._registered(session):
-            async with self._turn():
-                return await self._answer_all(session, call, emit)
-        # The scope was cancelled: by the end of the session, or by its deadline.
+    async def _answer_in_time(
+        self, session: Session | None, call: Call, emit: Emit | None, scope: anyio.CancelScope
+    ) -> tuple[Answer, ...]:
+        """The call can be cancelled by the end of its session, by its client, and by its deadline."""
+        limit_s = self.settings.limits.call_deadline_s
+        if session is not None:
+            if session.ended:
+                raise SessionEndedError(f"session {session.id} has ended")
+            session.running.add(scope)
+        scope.deadline = deadline_s = anyio.current_time() + limit_s
+        try:
+            with scope:
+                async with self._turn():
+                    return await self._answer_all(session, call, emit)
+        finally:
+            if session is not None:
+                session.running.discard(scope)
+                session.last_used_s = self._clock()
         if session is not None and session.ended:
             raise SessionEndedError(f"session {session.id} ended while this call was running")
-        raise UnavailableError(f"the call took longer than {self.settings.limits.call_deadline_s:g} s")
+        if anyio.current_time() >= deadline_s:
+            raise UnavailableError(f"the call took longer than {limit_s:g} s")
+        raise ClientGoneError
 
     async def _answer_all(self, session: Session | None, call: Call, emit: Emit | None) -> tuple[Answer, ...]:
         prepared = await self._prepare(session, call)

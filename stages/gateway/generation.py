@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Final
 
 import anyio
 import msgspec
@@ -42,13 +43,14 @@ OnIds = Callable[[TokenIds], Awaitable[int | None]]
 class Sampled:
     """What was sampled so far for one answer."""
 
-    __slots__ = ("_ids", "_joined", "_logprobs", "_versions", "fault", "finish", "num", "stopped_by_string")
+    __slots__ = ("_ids", "_joined", "_logprobs", "fault", "finish", "num", "stopped_by_string", "versions")
 
     def __init__(self) -> None:
         self._ids: list[TokenIds] = []
         self._joined: TokenIds | None = None
         self._logprobs: list[LogProbs] = []
-        self._versions: list[tuple[int, int]] = []
+        self.versions: Final[list[tuple[int, int]]] = []
+        """(weight version, tokens in a row that it sampled)."""
         self.num = 0
         self.finish = FinishReason.STOP
         self.stopped_by_string = False
@@ -62,10 +64,10 @@ class Sampled:
         whole = length == chunk.token_ids.size
         self._ids.append(chunk.token_ids if whole else chunk.token_ids[:length])
         self._logprobs.append(chunk.logprobs if whole else chunk.logprobs[:length])
-        if self._versions and self._versions[-1][0] == chunk.version:
-            self._versions[-1] = (chunk.version, self._versions[-1][1] + length)
-        else:
-            self._versions.append((chunk.version, length))
+        if self.versions and self.versions[-1][0] == chunk.version:
+            self.versions[-1] = (chunk.version, self.versions[-1][1] + length)
+        elif length:
+            self.versions.append((chunk.version, length))
         self._joined = None
         self.num += length
 
@@ -85,13 +87,6 @@ class Sampled:
             self.fault = f"{int((~finite).sum())} of {self.num} log-probs are no finite numbers"
             given = np.where(finite, given, np.float32(0))
         return given
-
-    def versions(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """[C] int32: the weight version of each token."""
-        return np.repeat(
-            np.array([version for version, _ in self._versions], dtype=np.int32),
-            np.array([length for _, length in self._versions], dtype=np.int64),
-        )
 
 
 async def sample(

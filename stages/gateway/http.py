@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Final, TypeVar
@@ -12,6 +13,7 @@ import structlog
 from stages.gateway.conversation import Event, Message, Protocol_
 from stages.gateway.errors import (
     BusyError,
+    ClientGoneError,
     GatewayError,
     InternalError,
     SessionEndedError,
@@ -28,7 +30,6 @@ from stages.gateway.protocols.responses import parse_responses
 from stages.gateway.protocols.responses_stream import ResponsesExchange
 from stages.gateway.protocols.wire import Exchange, check_density, error_body, to_json
 from stages.gateway.reading import (
-    ClientGoneError,
     Receive,
     Request,
     Scope,
@@ -53,6 +54,7 @@ _COUNT: Final = "/messages/count_tokens"
 _PROBES: Final = frozenset({"/", "/health", "/healthz", "/api/hello"})
 _FORWARDED: Final = "x-headrace-forwarded"
 _HOP_HEADERS: Final = frozenset({"host", "connection", "content-length", "transfer-encoding", "accept-encoding"})
+_UNWATCHED_S: Final = 0.05
 _HIGH_WATER_BYTES: Final = 64 * 1024
 _SSE_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -107,7 +109,7 @@ class GatewayApp:
             if not path.startswith("/sessions"):
                 raise UnknownRouteError(f"nothing is served at {request.path}")
             body = await read_body(request, receive, self._settings.limits)
-            answer = await _while_connected(receive, lambda: self._online.post(request, path, body))
+            answer = await _watched(receive, lambda scope: _within(scope, self._online.post(request, path, body)))
             if isinstance(answer, str):
                 await self._forward(answer, request, body, send)
             else:
@@ -127,7 +129,7 @@ class GatewayApp:
         if exchange.call.stream:
             await self._stream(exchange, target, receive, send)
         else:
-            answers = await _while_connected(receive, lambda: self._gateway.answer(target, exchange.call))
+            answers = await _watched(receive, lambda scope: self._gateway.answer(target, exchange.call, scope=scope))
             await _send_json(send, 200, exchange.reply(answers))
 
     async def _look(self, request: Request, path: str, send: Send) -> None:
@@ -314,13 +316,45 @@ class _Stream:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
+async def _watched(receive: Receive, work: Callable[[anyio.CancelScope], Awaitable[T]]) -> T:
+    """Do `work`, which enters the scope; give it up when the client goes away.
+
+    Who looks out for that begins only after a while: a task for each quick call would cost a good part of it.
+
+    Raises:
+        ClientGoneError: the client went away.
+        GatewayError: as `work` does.
+    """
+    scope = anyio.CancelScope()
+    watchers: list[asyncio.Task[None]] = []
+
+    async def watch() -> None:
+        await receive()  # the body was read: all that comes is the disconnect
+        scope.cancel()
+
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(_UNWATCHED_S, lambda: watchers.append(loop.create_task(watch())))
+    try:
+        return await work(scope)
+    finally:
+        timer.cancel()
+        for watcher in watchers:
+            watcher.cancel()
+
+
+async def _within(scope: anyio.CancelScope, work: Awaitable[T]) -> T:
+    with scope:
+        return await work
+    raise ClientGoneError
+
+
 async def _while_connected(
     receive: Receive,
     work: Callable[[], Awaitable[T]],
     *,
-    beside: Callable[[], Coroutine[object, object, None]] | None = None,
-    idle: Callable[[], Awaitable[None]] | None = None,
-    idle_s: float = 3600.0,
+    beside: Callable[[], Coroutine[object, object, None]],
+    idle: Callable[[], Awaitable[None]],
+    idle_s: float,
 ) -> T:
     """Do `work`; give it up when the client goes away. `beside` runs meanwhile, `idle` is called every `idle_s`.
 
@@ -332,16 +366,12 @@ async def _while_connected(
     failures: list[Exception] = []
 
     async def attend() -> None:
-        if idle is None:
-            await receive()
-        else:
-            await _idle_until_gone(receive, idle, idle_s)
+        await _idle_until_gone(receive, idle, idle_s)
         tasks.cancel_scope.cancel()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(attend)
-        if beside is not None:
-            tasks.start_soon(beside)
+        tasks.start_soon(beside)
         try:
             results.append(await work())
         except Exception as error:  # noqa: BLE001 - carried out of the task group as it is, raised below

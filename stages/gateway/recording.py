@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from schemas.arrays import float32, int32, runs
+from schemas.arrays import float32, int32, runs_of
 from schemas.messages.rollout import FinishReason, InteractionRecorded, InteractionTokens
 from schemas.payload import INLINE_LIMIT_BYTES, PayloadRef, inline_ref
 from stages.gateway.conversation import Answer, Call, Message, Tool
@@ -55,7 +55,7 @@ def tokens_payload(call: Call, match: Match, *, new_ids: TokenIds, sampled: Samp
             prompt_ids=int32(new_ids),
             completion_ids=int32(sampled.ids()),
             logprobs=float32(sampled.logprobs()),
-            versions=runs(sampled.versions()),
+            versions=runs_of(sampled.versions),
             messages_json=_encode.encode(recorded),
         )
     )
@@ -81,7 +81,7 @@ def interaction(
     choice: int,
 ) -> InteractionRecorded:
     """The message of one recorded call."""
-    versions = sampled.versions()
+    versions = [version for version, _ in sampled.versions] or [0]
     reason = untrainable_reason or ("logprobs" if sampled.fault else "")
     finish = FinishReason.TOOL_CALLS if answer.finish == "tool_calls" else sampled.finish
     return InteractionRecorded(
@@ -93,8 +93,8 @@ def interaction(
         num_context=0 if match.parent is None else match.parent.end,
         num_prompt=int(new_ids.size),
         num_completion=sampled.num,
-        min_version=int(versions.min()) if versions.size else 0,
-        max_version=int(versions.max()) if versions.size else 0,
+        min_version=min(versions),
+        max_version=max(versions),
         finish_reason=finish,
         trainable=not reason,
         untrainable_reason=reason,

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, cast
 
 import anyio
 import uvicorn
@@ -60,6 +60,7 @@ def _config(gateway: Gateway) -> uvicorn.Config:
         lifespan="off",
         ws="none",
         access_log=False,
+        proxy_headers=False,
         log_config=None,
         server_header=False,
         date_header=False,
@@ -83,6 +84,35 @@ def guarded_protocol(limits: GatewayLimits) -> type[HttpToolsProtocol]:
     return type("Guarded", (_Guarded,), {"deadline_s": limits.header_deadline_s, "max_bytes": limits.max_header_bytes})
 
 
+class _JoinedWrites:
+    """A transport that sends what is written in one turn of the loop at once: the head of an answer with its body."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport: Final = transport
+        self._loop: Final = loop
+        self._held: Final[list[bytes]] = []
+
+    def __getattr__(self, name: str) -> Any:  # Any: the transport's own attributes
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Hold; it goes out before the loop waits again."""
+        if not self._held:
+            self._loop.call_soon(self._flush)
+        self._held.append(data)
+
+    def close(self) -> None:
+        """Send what is held, then close."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._held:
+            data = self._held[0] if len(self._held) == 1 else b"".join(self._held)
+            self._held.clear()
+            self._transport.write(data)
+
+
 class _Guarded(HttpToolsProtocol):
     """Adds what uvicorn has not: headers must come within a deadline and a bound."""
 
@@ -96,7 +126,8 @@ class _Guarded(HttpToolsProtocol):
         self._header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] - as uvicorn narrows it
-        super().connection_made(transport)
+        # cast: what a protocol uses of a transport, all of which it has
+        super().connection_made(cast("asyncio.Transport", _JoinedWrites(transport, self.loop)))
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:

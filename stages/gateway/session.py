@@ -80,7 +80,7 @@ class Session:
         self.token: Final = token
         self.min_version: Final = min_version
         self.forest = forest if forest is not None else Forest()
-        self.recording: Final = anyio.Lock()
+        self.recording: Final = anyio.Lock(fast_acquire=True)
         """Held while an interaction gets its ordinal and is stored: ordinals have no gaps."""
         self.running: Final[set[anyio.CancelScope]] = set()
         self.last_used_s = now_s

@@ -75,7 +75,11 @@ class Writer:
             if self._recording is Recording.FAST and self._lanes:
                 node = add()
                 self._pending[session.id] = self._pending.get(session.id, 0) + 1
-                await self._lanes[hash(session.id) % _LANES].send((session, data, build, ordinal))
+                lane, entry = self._lanes[hash(session.id) % _LANES], (session, data, build, ordinal)
+                try:
+                    lane.send_nowait(entry)
+                except anyio.WouldBlock:
+                    await lane.send(entry)
                 return node
             await self._store(session, data, build, ordinal)
             return add()
