@@ -9,6 +9,7 @@ from ops.engines.plan import MODEL_NAME
 from ops.policy_folder import policy_folder
 from ops.run_folder import RunFolder
 from schemas.config import EngineKind
+from stages.clients.engines import HttpEngineSettings, http_engine
 from stages.ports import InferenceEngine
 
 
@@ -16,8 +17,6 @@ def engine_client(
     config: RunConfig, folder: RunFolder, kind: EngineKind, name: str, url: str
 ) -> AbstractAsyncContextManager[InferenceEngine]:
     """An open client to one server; any number of processes may have one to the same server."""
-    from stages.clients.engines import HttpEngineSettings, http_engine  # noqa: PLC0415 - only runs with servers talk to them
-
     settings = HttpEngineSettings(
         model=MODEL_NAME,
         model_folder=policy_folder(config, folder),

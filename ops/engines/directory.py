@@ -17,7 +17,7 @@ from schemas.config import EngineKind
 from schemas.messages.engines import EngineAnnouncement, engines_pattern
 from schemas.messages.training import WeightsPublished
 from schemas.topics import WEIGHTS_PUBLISHED
-from stages.ports import InferenceEngine
+from stages.ports import EngineError, InferenceEngine
 from stages.routing.router import Router
 
 log = structlog.get_logger("headrace.gateway")
@@ -82,11 +82,16 @@ class EngineDirectory:
     async def _keep(self, client: _Client) -> None:
         """An open client to a server, for as long as that is a member."""
         first = client.announced
-        async with self._open(EngineKind(first.kind), first.name, first.url) as engine:
-            if not client.left.is_set():
-                self._router.join(engine, client.announced)
-                self._note()
-            await client.left.wait()
+        try:
+            async with self._open(EngineKind(first.kind), first.name, first.url) as engine:
+                if not client.left.is_set():
+                    self._router.join(engine, client.announced)
+                    self._note()
+                await client.left.wait()
+        except EngineError as error:  # it went away again: its next announcement tells
+            log.warning("no client to an engine", engine=first.name, url=first.url, error=str(error))
+            if self._clients.get(first.name) is client:
+                self._drop(first.name, str(error))
 
     async def _sweep(self) -> None:
         while True:

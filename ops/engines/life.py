@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Final, Protocol
 
 import anyio
@@ -171,8 +171,8 @@ class EngineLife:
             incarnation=incarnation,
             refused_version=-1,
         )
-        async with self._start() as server, _ending_with(server), self._connect(server.url) as engine:
-            health = await self._until_ready(engine)
+        async with self._start() as server, _ending_with(server), AsyncExitStack() as stack:
+            engine, health = await self._until_ready(server.url, stack)
             self._announcer.be(EngineState.LOADING, "warming up", url=server.url, max_context=health.max_context)
             await self._warm_up(engine)
             weights = self._make_weights(engine, incarnation, self._on_quarantine, self._on_loaded)
@@ -195,15 +195,22 @@ class EngineLife:
                     await anyio.sleep(0.05)
             tasks.cancel_scope.cancel()
 
-    async def _until_ready(self, engine: InferenceEngine) -> EngineHealth:
-        """Wait for the first healthy answer."""
+    async def _until_ready(self, url: str, stack: AsyncExitStack) -> tuple[InferenceEngine, EngineHealth]:
+        """A client, once the server gives a healthy answer."""
         detail = ""
         deadline_s = None if self._attached else self._settings.start_timeout_s
         with anyio.move_on_after(deadline_s):
             while True:
-                health, detail = await self._ask(engine)
-                if health is not None:
-                    return health
+                async with AsyncExitStack() as attempt:
+                    try:
+                        engine = await attempt.enter_async_context(self._connect(url))
+                    except EngineError as error:
+                        detail = str(error) or type(error).__name__
+                    else:
+                        health, detail = await self._ask(engine)
+                        if health is not None:
+                            stack.push_async_exit(attempt.pop_all().__aexit__)
+                            return engine, health
                 if self._attached:
                     self._announcer.be(EngineState.STARTING, f"waiting for the server: {detail}")
                 await anyio.sleep(self._settings.poll_s / 2)
