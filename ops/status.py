@@ -10,7 +10,9 @@ import msgspec
 
 from broker.api import Broker, LogStatus
 from ops.control import Standing, standing
+from ops.engines.listening import heard_engines
 from pipeline.metrics import REPORT_PREFIX, WorkerReport
+from schemas.messages.engines import EngineAnnouncement
 
 LISTEN_S = 2.5
 _FUNCTIONS: Final = {"map_rewards": "rewards", "broadcast_weights": "weights"}
@@ -46,12 +48,42 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """False: the run is over or stopped; this is what its log holds."""
     asked: Standing = Standing()
     """What people asked of it that is in force: pause or drain."""
+    engines: list[EngineAnnouncement] = []
+    """Servers behind the router; empty where the engine is in the gateway."""
+
+    @property
+    def pacing(self) -> str:
+        """Groups that may be issued now and what binds that, as sampling says; empty while it says nothing."""
+        for stage in self.stages:
+            for report in stage.workers:
+                if stage.stage == "sampling" and "capacity" in report.gauges:
+                    return pacing(report)
+        return ""
+
+
+def pacing(report: WorkerReport) -> str:
+    """Sampling's credit in words."""
+    gauges = report.gauges
+    bound = report.waiting_for if report.waiting_for and report.waiting_for != "nothing" else "credit is there"
+    return (
+        f"capacity {gauges.get('capacity', 0):.0f} groups ({bound}; {gauges.get('groups_running', 0):.0f} running, "
+        f"{gauges.get('groups_waiting', 0):.0f} waiting)"
+    )
 
 
 async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float = LISTEN_S) -> RunStatus:
     """Listen for a moment to all workers of a run, and ask the broker for the rest."""
     reports: dict[tuple[str, str], WorkerReport] = {}
-    async with broker.listen(f"{REPORT_PREFIX}.{broker.run}.>") as announcements:
+    engines: list[EngineAnnouncement] = []
+
+    async def hear_engines() -> None:
+        engines.extend(await heard_engines(broker, listen_s=listen_s))
+
+    async with (
+        anyio.create_task_group() as tasks,
+        broker.listen(f"{REPORT_PREFIX}.{broker.run}.>") as announcements,
+    ):
+        tasks.start_soon(hear_engines)
         with anyio.move_on_after(listen_s):
             async for _subject, data in announcements:
                 report = msgspec.msgpack.decode(data, type=WorkerReport)
@@ -75,4 +107,5 @@ async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float
         stages=listed,
         silent=[stage.stage for stage in listed if not stage.workers],
         asked=await standing(broker),
+        engines=engines,
     )

@@ -23,6 +23,7 @@ _MORE: Final = cyclopts.Group("More", sort_key=3)
 COMMANDS: Final = (
     ("run", "ops.cli.run:run", _RUN, "Train a policy through all stages on this machine; the same command resumes."),
     ("worker", "ops.cli.worker:worker", _RUN, "Run one or several stages of a run in this process."),
+    ("engine", "ops.cli.engine:app", _RUN, "Inference servers: list, add, remove, read their logs."),
     ("arena", "ops.cli.arena:app", _RUN, "The local Arena."),
     ("preflight", "ops.cli.preflight:preflight", _RUN, "Check a run's Arena streams without launching a task."),
     ("pause", "ops.cli.control:pause", _RUN, "Issue no new groups until resume; what is under way is finished."),

@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ops.cli.engine import engine_table
 from ops.cli.failing import plain_errors
 from ops.connection import look_at_run
+from ops.engines.listening import load_line
 from ops.logtools.plain import duration
 from ops.status import RunStatus, run_status
 from ops.wiring import STAGES
@@ -63,6 +65,10 @@ def _print(found: RunStatus, console: Console) -> None:
         why = f" ({found.asked.reason})" if found.asked.reason else ""
         told = f"{found.asked.word} for {duration(found.unix_time_s - found.asked.since_unix_s)}{why}: `headrace resume` goes on"
         console.print(Text(told, style="bold yellow"))
+    engines = load_line(found.engines)
+    for line in (found.pacing, f"engines {engines}" if engines else ""):
+        if line:
+            console.print(Text(line))
     table = Table(box=None, pad_edge=False, expand=True)
     table.add_column("stage", no_wrap=True)
     for name in ("workers", "in", "out", "pending", "in hand", "dead"):
@@ -91,3 +97,5 @@ def _print(found: RunStatus, console: Console) -> None:
             waits,
         )
     console.print(table)
+    if found.engines:
+        console.print(engine_table(found.engines, now))

@@ -15,7 +15,7 @@ from broker.errors import NotConnectedError
 from ops.engines.plan import EnginePlan
 from schemas.errors import ConfigError
 
-_STATE_PREFIX: Final = "engines."
+_STATE_PREFIX: Final = "engines"
 _ANSWER_S: Final = 15.0
 
 
@@ -72,12 +72,12 @@ async def registered(broker: Broker) -> list[EnginePlan]:
 
 async def keep(broker: Broker, plan: EnginePlan) -> None:
     """Remember a server."""
-    await broker.save_state(_STATE_PREFIX + plan.name, msgspec.msgpack.encode(plan))
+    await broker.save_state(f"{_STATE_PREFIX}.{plan.name}", msgspec.msgpack.encode(plan))
 
 
 async def forget(broker: Broker, name: str) -> bool:
     """Forget it; whether it was known."""
-    if await broker.load_state(_STATE_PREFIX + name) is None:
+    if await broker.load_state(f"{_STATE_PREFIX}.{name}") is None:
         return False
-    await broker.delete_state(_STATE_PREFIX + name)
+    await broker.delete_state(f"{_STATE_PREFIX}.{name}")
     return True
