@@ -1,0 +1,92 @@
+"""Sessions opened and closed by launchers: requests to gateways over the broker, never on the log."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from broker.memory import MemoryBroker, MemoryServer
+from ops.adapters import LogRecorder
+from ops.session_calls import RemoteSessions, SessionReply, serve_sessions
+from pipeline.errors import RefusedError, RetryableError
+from pipeline.log import RunLog
+from schemas.messages.rollout import SessionClosed, SessionOpened
+from stages.gateway.errors import BusyError, InvalidRequestError
+from stages.gateway.session import SessionTicket
+
+
+class OneGateway:
+    """A gateway that takes any session; what it does stands on the log, as a real one's."""
+
+    def __init__(self, name: str, log: RunLog) -> None:
+        self.name, self.log = name, log
+        self.failing: Exception | None = None
+        self.closed: list[str] = []
+
+    async def open_session(self, session_id: str, min_version: int = 0) -> SessionTicket:
+        if self.failing is not None:
+            raise self.failing
+        opened = SessionOpened(session=session_id, gateway=self.name, token_digest="d", min_version=min_version)
+        await self.log.publish(opened)
+        return SessionTicket(session=session_id, token="marked-token", base_url=f"http://{self.name}")
+
+    async def close_session(self, session_id: str) -> SessionClosed:
+        if self.failing is not None:
+            raise self.failing
+        self.closed.append(session_id)
+        return await self.log.publish(SessionClosed(session=session_id, num_interactions=1))
+
+
+@asynccontextmanager
+async def launchers(*names: str) -> AsyncGenerator[tuple[RemoteSessions, dict[str, OneGateway], AsyncExitStack]]:
+    broker = MemoryBroker(MemoryServer(), "demo")
+    log = RunLog(broker)
+    gateways = {name: OneGateway(name, log) for name in names}
+    async with AsyncExitStack() as stack:
+        for name, gateway in gateways.items():
+            await stack.enter_async_context(serve_sessions(broker, gateway, name))
+        yield RemoteSessions(broker, LogRecorder(log), deadline_s=0.2), gateways, stack
+
+
+async def test_a_session_is_opened_at_any_gateway_and_closed_at_its_own() -> None:
+    async with launchers("gw-1", "gw-2") as (sessions, gateways, _):
+        for number in range(8):
+            ticket = await sessions.open(f"s{number}", min_version=3)
+            owner = ticket.base_url.removeprefix("http://")
+            closed = await sessions.close(f"s{number}")
+            assert closed.num_interactions == 1
+            assert gateways[owner].closed[-1] == f"s{number}"
+            assert "marked-token" not in repr(ticket)
+
+
+async def test_a_dead_gateways_session_is_closed_by_another() -> None:
+    async with launchers("gw-2") as (sessions, gateways, _):
+        await gateways["gw-2"].log.publish(SessionOpened(session="s", gateway="gw-1", token_digest="d"))
+        assert (await sessions.close("s")).session == "s"
+        assert gateways["gw-2"].closed == ["s"]
+
+
+async def test_an_end_that_stands_is_not_asked_for_again() -> None:
+    async with launchers("gw-1") as (sessions, gateways, _):
+        await gateways["gw-1"].log.publish(SessionClosed(session="s", num_interactions=7))
+        assert (await sessions.close("s")).num_interactions == 7
+        assert gateways["gw-1"].closed == []
+
+
+async def test_what_may_succeed_later_is_tried_again_and_what_can_not_is_refused() -> None:
+    async with launchers("gw-1") as (sessions, gateways, stack):
+        gateways["gw-1"].failing = BusyError("10000 sessions are open")
+        with pytest.raises(RetryableError, match="10000 sessions are open"):
+            await sessions.open("s", min_version=0)
+        gateways["gw-1"].failing = InvalidRequestError("a session id is …")
+        with pytest.raises(RefusedError, match="a session id is"):
+            await sessions.open("s", min_version=0)
+        await stack.aclose()
+        with pytest.raises(RetryableError, match="no gateway did it"):
+            await sessions.open("s", min_version=0)
+
+
+def test_a_reply_does_not_show_its_token() -> None:
+    assert "marked-token" not in repr(SessionReply(token="marked-token"))
