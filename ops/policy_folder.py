@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import xxhash
 
 from ops.arena.config import StreamSpec
 from ops.arena.tasks import TaskSource
@@ -24,12 +25,14 @@ from stages.policy.demonstrations import Task, mixed_conversations, right_conver
 
 _SEED_OFFSET: Final = 1_000_003
 _LINK: Final = "policy.json"
+_HASHED_BYTES: Final = 1 << 20
 _RIGHT_SHARE: Final = 0.7
 """Right answers among the mixed ones, as a share of the target: below 1, so that the target is reached."""
 
 
 class _Made(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
+    digest: str = ""
 
 
 def policy_folder(config: RunConfig, folder: RunFolder) -> str:
@@ -46,12 +49,39 @@ def policy_folder(config: RunConfig, folder: RunFolder) -> str:
         raise ConfigError(f"policy: {folder.path} has no prepared policy; start the run with `headrace run`") from error
 
 
+def prepared_digest(folder: RunFolder) -> str:
+    """The digest of version 0's weight files, as `prepare_policy` found them; empty where there are none."""
+    try:
+        return msgspec.json.decode((folder.path / _LINK).read_bytes(), type=_Made).digest
+    except OSError:
+        return ""
+
+
+def weights_digest(model_folder: str | Path) -> str:
+    """One digest of all weight files in a model folder, their names and bytes; empty without any."""
+    hasher = xxhash.xxh3_128()
+    files = sorted(Path(model_folder).glob("*.safetensors"))
+    for file in files:
+        hasher.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as opened:
+            while chunk := opened.read(_HASHED_BYTES):
+                hasher.update(chunk)
+    return hasher.hexdigest() if files else ""
+
+
 def prepare_policy(config: RunConfig, folder: RunFolder) -> str:
     """Make the built-in policy, or check the configured folder; its path.
 
     Raises:
         ConfigError: the folder is no model folder.
     """
+    made = _model_folder(config, folder)
+    link = msgspec.json.encode(_Made(folder=made, digest=weights_digest(made)))
+    (folder.path / _LINK).write_bytes(link)
+    return made
+
+
+def _model_folder(config: RunConfig, folder: RunFolder) -> str:
     if config.policy.folder:
         missing = [
             name
@@ -65,7 +95,7 @@ def prepare_policy(config: RunConfig, folder: RunFolder) -> str:
         return config.policy.folder
     if config.engine.kind is EngineKind.SCRIPTED and config.training.backend == "standin":
         write_tokenizer_files(folder.policy, max_context=config.rollout.max_context_tokens)
-        return _keep(folder, folder.policy)
+        return str(folder.policy)
     from stages.policy.tiny import PolicySpec  # noqa: PLC0415 - torch and transformers, only where something is made
     from stages.policy.warmup import WarmUpSettings, warm_policy_folder  # noqa: PLC0415
 
@@ -82,20 +112,16 @@ def prepare_policy(config: RunConfig, folder: RunFolder) -> str:
     streams = local_arena_config(config).streams
     lessons = _tasks(streams, policy.warmup_conversations, _SEED_OFFSET)
     share = _RIGHT_SHARE * policy.warmup_target
-    made = warm_policy_folder(
-        cache_folder(),
-        spec,
-        WarmUpSettings(target=policy.warmup_target, max_updates=policy.warmup_max_updates, seed=spec.seed),
-        right_conversations(lessons),
-        mixed_conversations(lessons, right_share=share, seed=spec.seed),
-        right_conversations(_tasks(streams, 64, 2 * _SEED_OFFSET)),
+    return str(
+        warm_policy_folder(
+            cache_folder(),
+            spec,
+            WarmUpSettings(target=policy.warmup_target, max_updates=policy.warmup_max_updates, seed=spec.seed),
+            right_conversations(lessons),
+            mixed_conversations(lessons, right_share=share, seed=spec.seed),
+            right_conversations(_tasks(streams, 64, 2 * _SEED_OFFSET)),
+        )
     )
-    return _keep(folder, made)
-
-
-def _keep(folder: RunFolder, made: Path) -> str:
-    (folder.path / _LINK).write_bytes(msgspec.json.encode(_Made(folder=str(made))))
-    return str(made)
 
 
 def cache_folder() -> Path:

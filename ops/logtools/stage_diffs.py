@@ -26,7 +26,7 @@ from ops.logtools.differences import (
 )
 from ops.logtools.recorded import RecordedGroups, RecordedPayloads, RecordedSessions, recorded_config
 from ops.logtools.sources import retried, tell
-from ops.policy_folder import prepare_policy
+from ops.policy_folder import prepare_policy, weights_digest
 from ops.run_folder import RunFolder
 from ops.workers.trainer import open_backend
 from pipeline.errors import ContractError, DeadlineError, PipelineError
@@ -36,10 +36,11 @@ from pipeline.retries import retries_of
 from pipeline.runner import describe
 from schemas.errors import ConfigError, DecodeError, SchemaError
 from schemas.messages.rollout import EpisodeEnded, Trajectory
+from schemas.messages.sampling import RunStarted
 from schemas.messages.training import Manifest, StepAssembled, StepTrained
 from schemas.payload import PayloadRef
 from schemas.subjects import Topic
-from schemas.topics import EPISODE_ENDED, STEP_ASSEMBLED, STEP_TRAINED, TRAJECTORY_READY
+from schemas.topics import EPISODE_ENDED, RUN_STARTED, STEP_ASSEMBLED, STEP_TRAINED, TRAJECTORY_READY
 from stages.assembly.fold import AssemblyFold
 from stages.rewards.map_rewards import RewardSettings, gave_up, map_rewards
 from stages.rewards.transforms import load_rewards
@@ -210,7 +211,10 @@ async def diff_training(recording: Recording, config: RunConfig, unfinished: lis
         folder = RunFolder(Path(name))
         folder.create()
         if config.training.backend != "standin":
-            await anyio.to_thread.run_sync(prepare_policy, config, folder)
+            made = await anyio.to_thread.run_sync(prepare_policy, config, folder)
+            if (other := _other_start(recording, weights_digest(made))) is not None:
+                yield other
+                return
         with open_backend(config, folder) as backend:
             backend.resume()
             done = 0
@@ -248,6 +252,19 @@ async def diff_training(recording: Recording, config: RunConfig, unfinished: lis
                     stats={**dict(result.stats), **_measured(standing)},
                 )
                 yield _compare(STEP_TRAINED, f"{step.step}.{standing.generation}", standing, now, "")
+
+
+def _other_start(recording: Recording, digest: str) -> Compared | None:
+    """What to say where version 0 is not what the run began with: every step would differ for that reason alone."""
+    first = next(iter(recording.records([RUN_STARTED.filter(recording.run)])), None)
+    started = None if first is None else tell(first).message
+    if not isinstance(started, RunStarted) or started.policy_digest in ("", digest):
+        return None
+    reason = (
+        f"version 0 has the weights {digest}, the run began with {started.policy_digest}: the code that makes the policy, or "
+        "the folder, has changed since. Name the folder that the run used: --set policy.folder=…"
+    )
+    return _failed(RUN_STARTED.name, str(started.ordinal), reason)
 
 
 def _measured(trained: StepTrained) -> dict[str, float]:

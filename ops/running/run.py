@@ -25,6 +25,7 @@ from ops.accounts import RunAccount, account
 from ops.arena_access import LOCAL, arena_access, uses_arena
 from ops.config import RunConfig, fold_digest, run_streams, sampling_settings, staleness_bound
 from ops.local_arena import local_arena_config
+from ops.policy_folder import prepared_digest
 from ops.run_folder import Endpoints, RunFolder
 from ops.running.bridge import bridged
 from ops.running.disk import check_disk, watch_disk
@@ -107,7 +108,7 @@ async def run(
                         recorded(recording, broker, tasks) as kept,
                         _ended(supervisor),
                     ):
-                        start = await _announce_start(config, broker)
+                        start = await _announce_start(config, broker, prepared_digest(folder))
                         endpoints = _endpoints(config, folder, url, settings)
                         progress = Progress(config)
                         tasks.start_soon(progress.follow, broker, on_progress)
@@ -206,7 +207,7 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-async def _announce_start(config: RunConfig, broker: Broker) -> int:
+async def _announce_start(config: RunConfig, broker: Broker, policy_digest: str) -> int:
     """Put this start on the log and give its ordinal; what folds depend on must be as it was.
 
     Raises:
@@ -230,6 +231,7 @@ async def _announce_start(config: RunConfig, broker: Broker) -> int:
             headrace_version=VERSION,
             steps=config.run.steps,
             epochs=1 if _ends_by_itself(config) else config.run.epochs,
+            policy_digest=policy_digest,
         )
     )
     return ordinal

@@ -23,6 +23,8 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
     """Trained steps after which the run ends; a later start may move it."""
     epochs: int | None = None
     """Passes over the mixture after which it ends; a later start may move it."""
+    policy_digest: str = ""
+    """Of the weight files that version 0 is; empty where there are none (stand-ins)."""
 
 
 class RunFinished(msgspec.Struct, frozen=True, kw_only=True):

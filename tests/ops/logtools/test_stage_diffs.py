@@ -13,7 +13,7 @@ from pipeline.fold import FoldRunner
 from pipeline.metrics import Metrics
 from schemas.errors import ConfigError
 from schemas.messages.training import Manifest
-from schemas.topics import GROUP_CLOSED, STEP_ASSEMBLED, TRAJECTORY_READY
+from schemas.topics import GROUP_CLOSED, RUN_STARTED, STEP_ASSEMBLED, TRAJECTORY_READY
 from stages.assembly.fold import AssemblyFold
 
 
@@ -47,6 +47,22 @@ async def test_training_starts_nothing_and_gives_the_recorded_weights(chaotic, r
     assert chaotic.digests
     report = await diff_stage(recording, "training")
     assert report.compared == len(chaotic.digests)
+
+
+async def test_training_from_other_weights_than_the_runs_is_one_difference_with_its_reason(chaotic, tmp_path):
+    async with chaotic.broker.read(["hr.r.>"], follow=False) as stream:
+        records = [record async for record in stream]
+    assert records[0].subject == "hr.r.run.started.0"
+    started = msgspec.structs.replace(RUN_STARTED.decode(records[0].data), policy_digest="of the run")
+    records[0] = msgspec.structs.replace(records[0], data=RUN_STARTED.encode(started))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_bytes(b"{}")
+    with Recording(rewrite(tmp_path / "begun.hrrec", records)) as opened:
+        report = await diff_stage(opened, "training", ["training.backend=torch", f"policy.folder={folder}"])
+    assert [(one.topic, one.kind) for one in report.changed] == [("run.started", DifferenceKind.FAILED)]
+    assert "the run began with of the run" in report.changed[0].reason
 
 
 async def test_a_stage_that_there_is_not_is_refused(recording):
