@@ -17,7 +17,7 @@ from rich.text import Text
 from ops.cli.failing import plain_errors
 from ops.cli.output import console, run_until_interrupt, write_json
 from ops.connection import find_run, look_at_run
-from ops.engines.listening import heard_engines
+from ops.engines.listening import STYLES, heard_engines
 from ops.engines.registry import EngineRequest, ask_registry
 from ops.logtools.plain import duration
 from schemas.errors import ConfigError
@@ -26,14 +26,6 @@ from schemas.messages.engines import EngineAnnouncement, EngineState
 app = cyclopts.App(name="engine", help="The inference servers of a run: list, add, remove, read their logs.")
 
 _POLL_S: Final = 0.3
-STYLES: Final = {
-    EngineState.SERVING: "green",
-    EngineState.QUARANTINED: "bold red",
-    EngineState.STARTING: "yellow",
-    EngineState.LOADING: "yellow",
-    EngineState.DRAINING: "dim",
-}
-
 RunName = Annotated[str | None, Parameter(name=["--run", "-r"])]
 
 

@@ -13,6 +13,15 @@ from schemas.messages.engines import EngineAnnouncement, EngineState, engines_pa
 LISTEN_S: Final = 2.5
 """Engines announce themselves every second."""
 
+STYLES: Final = {
+    EngineState.SERVING: "green",
+    EngineState.QUARANTINED: "bold red",
+    EngineState.STARTING: "yellow",
+    EngineState.LOADING: "yellow",
+    EngineState.DRAINING: "dim",
+}
+"""How a state is shown."""
+
 
 async def heard_engines(broker: Broker, *, listen_s: float = LISTEN_S) -> list[EngineAnnouncement]:
     """The newest announcement of each engine that is heard within `listen_s`, in order of their names."""

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ops.accounts import RunAccount
 from ops.config import staleness_bound
+from ops.engines.plan import has_servers
 from ops.evaluations import GAUGE_PREFIX, Evaluation
 from ops.running.progress import STALE_REPORT_S, Progress
 from ops.wiring import FROM_RUN_STAGES, STAGES
@@ -90,7 +91,8 @@ def _stages(progress: Progress, *, wide: bool) -> Table:
             table.add_column(name, justify="right", no_wrap=True)
     table.add_column("waits for", overflow="ellipsis", no_wrap=True, ratio=1)
     now = time.time()
-    for stage in FROM_RUN_STAGES if progress.config.run.from_run else STAGES:
+    with_servers = ("engine",) if has_servers(progress.config.engine) else ()
+    for stage in FROM_RUN_STAGES if progress.config.run.from_run else (*with_servers, *STAGES):
         report = progress.reports.get(stage)
         if report is None:
             table.add_row(stage, *["·"] * (6 if wide else 4), Text("starting", style="dim"))

@@ -88,7 +88,7 @@ class TopApp(App[None]):
         panels = {
             "head": head(model, width - 2),
             "stages": stages(model, width if width < WIDE else width * 3 // 5, now_s),
-            "engines": engines(model),
+            "engines": engines(model, now_s),
             "rewards": rewards(model, (width if width < WIDE else width * 2 // 5) - 2),
         }
         for name, content in panels.items():

@@ -11,6 +11,7 @@ from ops.control import Standing
 from ops.status import service_of
 from pipeline.generations import Generations
 from pipeline.metrics import WorkerReport
+from schemas.messages.engines import EngineAnnouncement
 from schemas.messages.rollout import Trajectory
 from schemas.messages.sampling import DeadLetter, GroupClosed, GroupIssued
 from schemas.messages.training import StepAssembled, StepTrained
@@ -70,6 +71,8 @@ class Model:
         self.run: Final = run
         self.is_running: Final = is_running
         self.workers: Final[dict[tuple[str, str], Worker]] = {}
+        self.engines: Final[dict[str, EngineAnnouncement]] = {}
+        """Servers behind the router, by name."""
         self.backlogs: dict[str, Backlog] = {}
         self.groups: Final[dict[str, GroupLine]] = {}
         """The newest ones, in the order of their issue."""
@@ -115,6 +118,9 @@ class Model:
         for key, worker in list(self.workers.items()):
             if now_s - worker.report.unix_time_s > FORGET_S:
                 del self.workers[key]
+        for name, engine in list(self.engines.items()):
+            if now_s - engine.unix_time_s > FORGET_S:
+                del self.engines[name]
 
     def take(self, message: msgspec.Struct, sequence: int, unix_time_s: float) -> None:
         """A message of the log, in its order."""

@@ -8,11 +8,14 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
+from ops.engines.listening import STYLES
 from ops.logtools.plain import duration, size
 from ops.running.progress import STALE_REPORT_S
 from ops.running.screen import sparkline
+from ops.status import pacing
 from ops.top.model import Backlog, GroupLine, Model, Worker
 from ops.wiring import STAGES
+from schemas.messages.engines import EngineState
 
 WIDE: Final = 120
 _LONG_WAIT_S: Final = 30.0
@@ -122,8 +125,41 @@ def _waits(model: Model, workers: Sequence[Worker], now_s: float) -> Text:
     return Text(text, style="yellow" if since_s > _LONG_WAIT_S else "dim")
 
 
-def engines(model: Model) -> Table:
-    """Gateways with their engines: version, load, speed."""
+def engines(model: Model, now_s: float) -> Table:
+    """Servers behind the router, or gateways with the engine in them: state, version, load, speed; what binds capacity."""
+    table = servers(model, now_s) if model.engines else _gateways(model)
+    sampling = next((worker.report for (stage, _), worker in model.workers.items() if stage == "sampling"), None)
+    if sampling is not None and "capacity" in sampling.gauges:
+        table.caption = Text(pacing(sampling), style="dim")
+        table.caption_justify = "left"
+    return table
+
+
+def servers(model: Model, now_s: float) -> Table:
+    """One line a server."""
+    table = Table(box=None, pad_edge=False, expand=True, header_style="dim")
+    table.add_column("engine", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("state", no_wrap=True, overflow="ellipsis", ratio=2)
+    for name in ("version", "load", "queued", "restarts"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, one in sorted(model.engines.items()):
+        silent_s = now_s - one.unix_time_s
+        serving = one.state is EngineState.SERVING
+        state = Text(one.state.value if serving else f"{one.state.value}: {one.reason}", style=STYLES[one.state])
+        if silent_s > STALE_REPORT_S and model.is_running:
+            state = Text(f"no sign of life for {silent_s:.0f} s", style="bold red")
+        table.add_row(
+            name,
+            state,
+            Text(f"{one.version}", style="yellow" if model.trained_step - one.version > 1 else ""),
+            f"{one.running}/{one.capacity}",
+            _number(one.waiting),
+            Text(f"{one.num_restarts}", style="yellow" if one.num_restarts else "dim"),
+        )
+    return table
+
+
+def _gateways(model: Model) -> Table:
     table = Table(box=None, pad_edge=False, expand=True, header_style="dim")
     table.add_column("engine", no_wrap=True, overflow="ellipsis", ratio=1)
     for name in ("version", "running", "waiting", "sessions", "tok/s", "failed"):

@@ -16,6 +16,7 @@ from ops.top.model import Backlog, Model
 from pipeline.log import RunLog
 from pipeline.metrics import REPORT_PREFIX, WorkerReport
 from schemas.errors import SchemaError
+from schemas.messages.engines import EngineAnnouncement, engines_pattern
 from schemas.messages.training import Manifest, StepAssembled
 from schemas.payload import PayloadRef
 from schemas.subjects import PREFIX
@@ -51,7 +52,7 @@ _FOLDS: Final = {
 async def watch(broker: Broker, model: Model) -> None:
     """Keep a model up to date, for ever; while the broker is away the model says so."""
     async with anyio.create_task_group() as tasks:
-        for part in (_listen, _follow, _ask):
+        for part in (_listen, _hear_engines, _follow, _ask):
             tasks.start_soon(_again_and_again, part, broker, model)
 
 
@@ -68,6 +69,13 @@ async def _listen(broker: Broker, model: Model) -> None:
     async with broker.listen(f"{REPORT_PREFIX}.{broker.run}.>") as announcements:
         async for _subject, data in announcements:
             model.take_report(msgspec.msgpack.decode(data, type=WorkerReport))
+
+
+async def _hear_engines(broker: Broker, model: Model) -> None:
+    async with broker.listen(engines_pattern(broker.run)) as announcements:
+        async for _subject, data in announcements:
+            told = msgspec.msgpack.decode(data, type=EngineAnnouncement)
+            model.engines[told.name] = told
 
 
 async def _follow(broker: Broker, model: Model) -> None:

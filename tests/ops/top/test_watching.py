@@ -140,7 +140,7 @@ async def test_every_panel_fits_its_width(chaotic):
         for width in (60, 80, 120, 200):
             assert len(drawn(head(model, width), width)) == 2
             assert len(drawn(stages(model, width, 100.0), width)) == 9
-            assert len(drawn(engines(model), width)) == 2
+            assert len(drawn(engines(model, 0.0), width)) == 2
             assert len(drawn(rewards(model, width), width)) == 4
 
 
