@@ -29,6 +29,7 @@ from broker.directory import DirectoryPayloads
 from broker.errors import BrokerError, TooLargeError, TopologyError
 from broker.iterating import Iterating
 from broker.naming import any_matches, check_literal, check_log_filters, check_log_subject, run_names
+from broker.rabbitmq.beside import running_beside
 from broker.rabbitmq.dispatcher import Dispatcher, position_key
 from broker.rabbitmq.follower import Follower
 from broker.rabbitmq.index import IndexSnapshot, Kind, LogIndex
@@ -36,9 +37,9 @@ from broker.rabbitmq.link import LOST, ConnectionState, Link, open_link
 from broker.rabbitmq.parked import ParkedWork
 from broker.rabbitmq.publish import Publisher
 from broker.rabbitmq.queues import (
+    create_stream,
     dead_queue,
     declare_dead,
-    declare_stream,
     declare_work,
     find_stream,
     stream_queue,
@@ -278,15 +279,19 @@ class RabbitBroker:
         await self._publisher.control(Kind.PURGE, pattern, str(sequence).encode())
         return max(before - len(self._follower.index), 0)
 
-    async def keep_snapshot(self) -> None:
-        """Save the index now and then, so that whoever connects later need not read the whole stream; for ever."""
+    async def save_snapshot(self) -> None:
+        """Save the index, so that whoever connects later need not read the whole stream."""
+        data = msgspec.msgpack.encode(self._follower.index.snapshot())
+        await self._state.save(_SNAPSHOT_KEY, data, None)
+
+    async def keep_snapshots(self) -> None:
+        """Save the index now and then, where the dispatcher is; for ever."""
         saved = self._follower.index.next_offset
         while True:
             await anyio.sleep(5.0)
             if self._dispatches and self._follower.index.next_offset - saved >= _SNAPSHOT_EVERY:
-                data = msgspec.msgpack.encode(self._follower.index.snapshot())
                 saved = self._follower.index.next_offset
-                await self._state.save(_SNAPSHOT_KEY, data, None)
+                await self.save_snapshot()
 
 
 @asynccontextmanager
@@ -312,22 +317,23 @@ async def open_broker(
         )
     folder = Path(settings.payload_dir) / run
     async with open_link(urls, settings) as link:
+        if create:
+            await create_stream(link, run)
         async with link.channel() as channel:
-            await (declare_stream if create else find_stream)(channel, run)
+            await find_stream(channel, run)
         snapshot = await FolderState(folder / "state").load(_SNAPSHOT_KEY)
         index = (
             LogIndex()
             if snapshot is None
             else LogIndex.restored(msgspec.msgpack.decode(snapshot[0], type=IndexSnapshot))
         )
-        async with anyio.create_task_group() as tasks:
+        async with running_beside() as tasks:
             broker = RabbitBroker(link, run, folder, index, limits or RunLimits(), tasks)
             await broker.start()
-            tasks.start_soon(broker.keep_snapshot)
+            tasks.start_soon(broker.keep_snapshots)
             try:
                 yield broker
             finally:
-                tasks.cancel_scope.cancel()
                 with anyio.CancelScope(shield=True):
                     await broker.stop()
 

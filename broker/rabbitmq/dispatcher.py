@@ -24,11 +24,21 @@ from aiormq.abc import AbstractChannel
 
 from broker.api import Record
 from broker.errors import ConflictError, StoreFullError
+from broker.rabbitmq import queues
 from broker.rabbitmq.follower import Follower
 from broker.rabbitmq.incoming import Incoming
 from broker.rabbitmq.link import LOST, Link, until_closed
 from broker.rabbitmq.parked import ParkedWork
-from broker.rabbitmq.queues import Task, dead_queue, declare_dead, declare_work, publish_task, read_task
+from broker.rabbitmq.queues import (
+    Task,
+    dead_queue,
+    declare_dead,
+    declare_work,
+    is_there,
+    publish_task,
+    read_task,
+    work_queue,
+)
 from broker.rabbitmq.state import FolderState
 from broker.topology import DurableSpec
 
@@ -159,6 +169,8 @@ class Dispatcher:
         key = position_key(spec.name)
         found = await self._state.load(key)
         position = int(found[0]) if found else 0
+        if not await is_there(self._link, work_queue(self._run, spec.name)):
+            position = 0  # a new queue, or one that was lost with all that was fed: what is done already is done again, harmlessly
         await declare_work(channel, self._run, spec.name)
         feeding = _Feeding(channel, self._run, spec.name, position)
         async with self._read(tuple(spec.filters), position) as records, anyio.create_task_group() as tasks:
@@ -168,6 +180,7 @@ class Dispatcher:
 
     async def _save_positions(self, key: str, feeding: _Feeding) -> None:
         saved = feeding.position
+        await anyio.sleep(queues.SETTLE_S)  # a queue that is lost before that must be fed from where it began
         try:
             while True:
                 await anyio.sleep(_SAVE_EVERY_S)

@@ -6,6 +6,7 @@ It must not know what the channels are for.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
@@ -20,11 +21,14 @@ import structlog
 from aio_pika.abc import AbstractConnection
 
 from broker.errors import NotAllowedError, NotConnectedError
+from broker.rabbitmq.beside import running_beside
 from broker.settings import ConnectSettings, read_secret
 
 log = structlog.get_logger("broker")
+# It logs every try to connect with a stack trace: what went wrong is told here, once.
+logging.getLogger("aiormq.connection").setLevel(logging.CRITICAL)
 
-LOST: Final = (aiormq.exceptions.AMQPError, ConnectionError, OSError)
+LOST: Final = (aiormq.exceptions.AMQPError, aiormq.exceptions.ChannelInvalidStateError, ConnectionError, OSError)
 """What a broken connection raises: whatever was under way may or may not have happened."""
 HEARTBEAT_S: Final = 5
 """A server or client that is silent for two of these is given up; what it held goes to others."""
@@ -163,14 +167,13 @@ async def open_link(urls: list[str], settings: ConnectSettings) -> AsyncGenerato
     """
     link = Link(urls, settings)
     await link.connect()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(link.keep)
-        try:
+    try:
+        async with running_beside() as tasks:
+            tasks.start_soon(link.keep)
             yield link
-        finally:
-            tasks.cancel_scope.cancel()
-            with anyio.CancelScope(shield=True):
-                await link.close()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await link.close()
 
 
 async def until_closed(channel: aiormq.abc.AbstractChannel) -> None:

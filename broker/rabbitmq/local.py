@@ -140,7 +140,7 @@ class LocalRabbit:
                 async with await anyio.connect_tcp("127.0.0.1", self._ports[0]) as stream:
                     await stream.send(b"AMQP\x00\x00\x09\x01")
                     return bool(await stream.receive(1))
-        except (OSError, TimeoutError, anyio.EndOfStream):
+        except (OSError, TimeoutError, anyio.EndOfStream, anyio.BrokenResourceError):
             return False
 
     def _last_lines(self) -> str:

@@ -158,6 +158,7 @@ class Publisher:
             PublishTimeoutError: not confirmed before `until_s`.
             NoSuchStreamError: the run has no stream any more.
         """
+        unroutable = False
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + max(until_s - time.monotonic(), 0.0)):
                 while True:
@@ -172,16 +173,17 @@ class Publisher:
                             properties=properties(kind, subject, message_id, headers),
                             mandatory=True,
                         )
-                    except aiormq.exceptions.PublishError as error:
-                        raise NoSuchStreamError(
-                            f"expected the stream {self._stream} on this broker, found none"
-                        ) from error
-                    except (*LOST, RuntimeError) as error:
+                    except aiormq.exceptions.PublishError:
+                        unroutable = True  # as it is for a moment after a restart
+                        await anyio.sleep(0.1)
+                    except LOST as error:
                         log.debug("a publish was not confirmed; it is written again", reason=str(error))
                         await anyio.sleep(0.05)
                     else:
                         return
         except TimeoutError as error:
+            if unroutable:
+                raise NoSuchStreamError(f"expected the stream {self._stream} on this broker, found none") from error
             raise PublishTimeoutError(
                 f"{subject or kind.name!r}: no confirmation within {self._deadline_s} s ({self._link.state.last_error})"
             ) from error

@@ -9,16 +9,23 @@ from __future__ import annotations
 from typing import Any, Final
 
 import aiormq
+import aiormq.exceptions
+import anyio
 import msgspec
 from aiormq.abc import AbstractChannel, DeliveredMessage
 from pamqp.commands import Basic
 
 from broker.api import Record
 from broker.errors import NoSuchStreamError
+from broker.rabbitmq.link import Link
 from broker.rabbitmq.wire import PERSISTENT
 
 DELIVERY_LIMIT: Final = 20
 """Hand-outs by one queue before a message comes back with its count: keeps a message that kills its workers from circling unseen."""
+
+
+SETTLE_S: Final = 3.0
+"""After which a new queue outlives a kill; about one second was seen."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +65,29 @@ def stream_queue(run: str) -> str:
     return f"HR_{run}"
 
 
-async def declare_stream(channel: AbstractChannel, run: str) -> None:
-    """Make the log's stream, without any limit of its own: RabbitMQ would drop its oldest messages silently."""
-    await channel.queue_declare(stream_queue(run), durable=True, arguments={"x-queue-type": "stream"})
+async def create_stream(link: Link, run: str) -> None:
+    """Make the log's stream if it is missing, without any limit of its own: RabbitMQ would drop its oldest messages silently.
+
+    Returns when the declaration is safe: RabbitMQ has a new queue on disk only a moment later, and killed before
+    that it forgets the queue with all that was confirmed in it.
+    """
+    try:
+        async with link.channel() as channel:
+            await find_stream(channel, run)
+    except NoSuchStreamError:
+        async with link.channel() as channel:
+            await channel.queue_declare(stream_queue(run), durable=True, arguments={"x-queue-type": "stream"})
+        await anyio.sleep(SETTLE_S)
+
+
+async def is_there(link: Link, queue: str) -> bool:
+    """Whether a queue stands."""
+    try:
+        async with link.channel() as channel:
+            await channel.queue_declare(queue, passive=True)
+    except aiormq.exceptions.ChannelNotFoundEntity:
+        return False
+    return True
 
 
 async def find_stream(channel: AbstractChannel, run: str) -> None:

@@ -20,6 +20,7 @@ from pamqp.commands import Basic
 from broker.errors import NotConnectedError, RequestFailedError, TooLargeError
 from broker.iterating import Iterating
 from broker.naming import check_literal, check_talk_subject
+from broker.rabbitmq.beside import running_beside
 from broker.rabbitmq.link import LOST, Link, until_closed
 from broker.rabbitmq.wire import MAX_MESSAGE_BYTES
 from schemas.errors import InvalidIdError
@@ -64,7 +65,9 @@ class Talk:
         _check(subject, data)
         await self._link.wait_connected(self._link.settings.connect_deadline_s)
         channel = await self._speaking()
-        with suppress(*LOST, RuntimeError):  # as announcements go: not kept for later
+        with suppress(
+            *LOST,
+        ):  # as announcements go: not kept for later
             await channel.basic_publish(
                 data, exchange=EXCHANGE, routing_key=subject, properties=Basic.Properties(delivery_mode=1)
             )
@@ -81,7 +84,7 @@ class Talk:
                     return await self._ask(channel, subject, data, left_s)
                 except aiormq.exceptions.PublishError:
                     await anyio.sleep(_NOBODY_WAIT_S)  # nobody serves it yet
-                except (*LOST, RuntimeError) as error:
+                except LOST as error:
                     raise NotConnectedError(f"the connection broke while {subject!r} was asked: {error}") from error
         raise NotConnectedError(f"expected an answer on {subject!r} within {deadline_s} s, found none")
 
@@ -172,7 +175,9 @@ class Talk:
                 except Exception as error:  # noqa: BLE001 - whoever asked gets the text; the handler's owner decides nothing
                     failed, body = {_FAILED: True}, str(error).encode()
                 asked = message.header.properties
-                with suppress(*LOST, RuntimeError):  # whoever asked sees its deadline
+                with suppress(
+                    *LOST,
+                ):  # whoever asked sees its deadline
                     await channel.basic_publish(
                         body,
                         routing_key=asked.reply_to or "",
@@ -205,13 +210,10 @@ class Talk:
                     log.debug("a channel for talk was lost", reason=str(error))
                 await anyio.sleep(0.05)
 
-        async with anyio.create_task_group() as tasks:
+        async with running_beside() as tasks:
             tasks.start_soon(keep)
             await up.wait()
-            try:
-                yield
-            finally:
-                tasks.cancel_scope.cancel()
+            yield
 
 
 def _server_queue(subject: str) -> str:

@@ -19,6 +19,7 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 
 from broker.api import ConsumerSettings, Delivery
 from broker.iterating import Iterating
+from broker.rabbitmq.beside import running_beside
 from broker.rabbitmq.incoming import Incoming
 from broker.rabbitmq.link import LOST, Link
 from broker.rabbitmq.parked import Parked, ParkedWork
@@ -28,6 +29,8 @@ log = structlog.get_logger("broker")
 
 HOLD_S: Final = 300.0
 """Unacknowledged for longer, a task is parked and acknowledged: far below RabbitMQ's consumer_timeout of 30 minutes."""
+PARKED_GRACE_S: Final = 5.0
+"""Added to the ack wait of parked work: the clocks of its worker and of the dispatcher may differ."""
 
 
 class RabbitDelivery:
@@ -146,7 +149,9 @@ class Share:
         if delivery.is_parked:
             await self._parked.remove(self._durable, delivery.sequence)
             return
-        with suppress(*LOST, RuntimeError):  # a lost channel gives it to somebody else: effects are idempotent
+        with suppress(
+            *LOST,
+        ):  # a lost channel gives it to somebody else: effects are idempotent
             await delivery.channel.basic_ack(delivery.message.delivery_tag or 0, wait=False)
 
     async def again(self, delivery: RabbitDelivery, delay_s: float) -> None:
@@ -163,7 +168,7 @@ class Share:
         now_s = time.monotonic()
         delivery.due_s = now_s + self.settings.ack_wait_s
         if delivery.is_parked or (now_s - delivery.held_since_s > self._hold_s and id(delivery) in self._held):
-            await self._park(delivery, self.settings.ack_wait_s + 5.0, keep=True)
+            await self._park(delivery, self.settings.ack_wait_s + PARKED_GRACE_S, keep=True)
 
     async def _park(self, delivery: RabbitDelivery, delay_s: float, *, keep: bool = False) -> None:
         await self._parked.put(
@@ -176,7 +181,9 @@ class Share:
         )
         if not delivery.is_parked:
             delivery.is_parked = True
-            with suppress(*LOST, RuntimeError):  # not acknowledged, it is handed out twice: effects are idempotent
+            with suppress(
+                *LOST,
+            ):  # not acknowledged, it is handed out twice: effects are idempotent
                 await delivery.channel.basic_ack(delivery.message.delivery_tag or 0)
         if not keep:
             self._held.pop(id(delivery), None)
@@ -188,7 +195,9 @@ class Share:
         if back is None:
             return  # its channel is gone: it comes back by itself
         task = delivery.task
-        with suppress(*LOST, RuntimeError):  # the lost channel gives it back
+        with suppress(
+            *LOST,
+        ):  # the lost channel gives it back
             await publish_task(
                 back,
                 self._run,
@@ -222,9 +231,6 @@ async def consume(share: Share) -> AsyncGenerator[AsyncIterator[Delivery]]:
     async def take() -> Delivery:
         return await share.take()
 
-    async with anyio.create_task_group() as tasks:
+    async with running_beside() as tasks:
         tasks.start_soon(share.run)
-        try:
-            yield Iterating(take)
-        finally:
-            tasks.cancel_scope.cancel()
+        yield Iterating(take)

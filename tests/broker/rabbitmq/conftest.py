@@ -31,8 +31,9 @@ def rabbit_run():
 
 
 @pytest.fixture
-def make(rabbit, rabbit_run, tmp_path):
+def make(rabbit, rabbit_run, tmp_path, monkeypatch):
     """Opens one more connection to the run of this test."""
+    monkeypatch.setattr("broker.rabbitmq.queues.SETTLE_S", 0.0)  # nobody kills this server
     settings = ConnectSettings(payload_dir=str(tmp_path / "shared"))
 
     @asynccontextmanager
