@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from stages.training.determinism import set_determinism
 from stages.training.loop import LoopSettings, TrainerLoop
 from stages.training.placement import WholePlacement
 from stages.training.ranks import single_rank
+from stages.training.step_backend import StepBackend
 
 RUN = "t"
 
@@ -38,6 +40,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
     checkpoint_every: int = 1
     lease_s: float = 30.0
+    sleep_before: tuple[str, int] = ("", 0)
+    """("publish" or "checkpoint", step): the process stops itself after its last look at the lease before that."""
 
 
 async def publish_steps(broker: Broker, case: Case) -> None:
@@ -95,6 +99,28 @@ def trainer_process(pipe: Connection, place: Place) -> None:
         pipe.send("done")
 
 
+def _sleep_before(loop: TrainerLoop, backend: StepBackend, what: str, step: int) -> None:
+    """Between the look at the lease and what it was for, the process is put to sleep from outside."""
+    if what == "publish":
+        publish = loop._log.publish
+
+        async def late(message: msgspec.Struct) -> msgspec.Struct:
+            if message.step == step:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return await publish(message)
+
+        loop._log.publish = late
+        return
+    save = backend.save_checkpoint
+
+    def late_save(number: int, generation: int) -> None:
+        if number == step:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        save(number, generation)
+
+    backend.save_checkpoint = late_save
+
+
 async def _train(pipe: Connection, place: Place) -> None:
     ranks = single_rank()
     placement = Recording(WholePlacement(ranks))
@@ -115,6 +141,8 @@ async def _train(pipe: Connection, place: Place) -> None:
                 checkpoint_every_steps=place.checkpoint_every,
             ),
         )
+        if place.sleep_before[0]:
+            _sleep_before(loop, backend, *place.sleep_before)
         pipe.send(lease.generation)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lease.keep)

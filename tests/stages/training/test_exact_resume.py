@@ -9,6 +9,8 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import msgspec
+import psutil
 import pytest
 from backend_case import Case, policy_folder, train_case
 from loop_case import RUN, Place, publish_steps, trainer_process
@@ -18,6 +20,9 @@ from safetensors.numpy import load_file
 from broker.connect import connect
 from broker.embedded import embedded_server
 from broker.topology import RunLimits
+from ops.logtools.facts import StepFacts
+from ops.logtools.sources import tell
+from pipeline.generations import Generations
 from pipeline.log import RunLog
 from schemas.topics import STEP_TRAINED
 from stages.training import lineage
@@ -124,6 +129,53 @@ async def test_a_trainer_that_slept_past_its_lease_stops_and_spoils_nothing(tmp_
         newest = lineage.standing(Path(place.case.folder) / "checkpoints")[-1].record
         assert (newest.step, newest.generation) == (5, 2)
         await anyio.to_thread.run_sync(assert_weights_are_undisturbed, place)
-        third = await anyio.to_thread.run_sync(Trainer, place)
-        assert await anyio.to_thread.run_sync(third.hear) == 3
-        assert await anyio.to_thread.run_sync(third.hear) == "done"
+        await assert_another_goes_on(place, 3)
+
+
+async def assert_another_goes_on(place: Place, generation: int) -> None:
+    another = await anyio.to_thread.run_sync(Trainer, place)
+    assert await anyio.to_thread.run_sync(another.hear) == generation
+    assert await anyio.to_thread.run_sync(another.hear) == "done"
+
+
+def stopped(trainer: Trainer) -> bool:
+    """It has put itself to sleep."""
+    return psutil.Process(trainer.process.pid).status() == psutil.STATUS_STOPPED
+
+
+@pytest.mark.parametrize("what", ["publish", "checkpoint"])
+async def test_what_a_trainer_still_does_that_slept_after_its_last_look_at_the_lease_counts_for_nobody(tmp_path, what):
+    async with a_run(tmp_path, 6, checkpoint_every=2) as (broker, place):
+        asleep = msgspec.structs.replace(place, sleep_before=(what, 4))
+        first = await anyio.to_thread.run_sync(Trainer, asleep)
+        assert await anyio.to_thread.run_sync(first.hear) == 1
+        with anyio.fail_after(DEADLINE_S):
+            while not stopped(first):
+                await anyio.sleep(0.02)
+        second = await anyio.to_thread.run_sync(Trainer, place)
+        assert await anyio.to_thread.run_sync(second.hear) == 2
+        assert await anyio.to_thread.run_sync(second.hear) == "done"
+        os.kill(first.process.pid, signal.SIGCONT)
+        assert (await anyio.to_thread.run_sync(first.hear)).startswith("LeaseLostError")
+
+        facts, generations = StepFacts(), Generations()
+        async with broker.read([STEP_TRAINED.filter(RUN)], follow=False) as records:
+            told = [tell(record) async for record in records]
+        for one in told:
+            facts.take(one)
+        trained = [(one.message.step, one.message.generation) for one in told]
+        heard = [(step, generation) for step, generation in trained if generations.admits(generation)]
+        before = [(1, 1), (2, 1), (3, 1)] + ([(4, 1)] if what == "checkpoint" else [])
+        assert heard == [*before, (3, 2), (4, 2), (5, 2), (6, 2)]
+        if what == "publish":
+            assert trained[-1] == (4, 1)
+            assert [(at.message.step, at.message.generation) for at in facts.superseded] == [(4, 1)]
+            assert facts.trained[4].message.generation == 2
+        line = [(one.record.step, one.record.generation) for one in lineage.standing(checkpoints_of(place))]
+        assert line == [(4, 2), (6, 2)]
+        await anyio.to_thread.run_sync(assert_weights_are_undisturbed, place)
+        await assert_another_goes_on(place, 3)
+
+
+def checkpoints_of(place: Place) -> Path:
+    return Path(place.case.folder) / "checkpoints"
