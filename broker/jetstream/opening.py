@@ -76,7 +76,9 @@ async def _connect(link: Link, urls: list[str], settings: ConnectSettings, name:
 
 async def _close(client: WireClient, deadline_s: float) -> None:
     """Send what is queued and close. A connection that breaks meanwhile is closed, too."""
-    with anyio.CancelScope(shield=True), anyio.move_on_after(deadline_s), suppress(OSError, nats.errors.Error):
+    # RuntimeError is uvloop's word for a transport that the other side has just closed.
+    lost = (OSError, RuntimeError, nats.errors.Error)
+    with anyio.CancelScope(shield=True), anyio.move_on_after(deadline_s), suppress(*lost):
         if client.is_connected:
             await client.written()
         await client.close()

@@ -58,6 +58,11 @@ class Ledger:
         """Groups that closed unusable or were dropped later."""
         return len(self._dropped)
 
+    @property
+    def num_repeated_ends(self) -> int:
+        """Slots of which two workers saw an end of their own; the first one that is mapped counts."""
+        return sum(count > 1 for count in self._final_ends.values())
+
     def take(self, subject: str, data: bytes) -> None:
         """One message."""
         if subject in self._subjects:
@@ -142,8 +147,6 @@ class Ledger:
                     (found.doubled if self._results[key] else found.lost).append(
                         f"slot {group}/{slot} has {self._results[key]} results"
                     )
-                if self._final_ends[key] > 1:
-                    found.doubled.append(f"slot {group}/{slot} ended for good {self._final_ends[key]} times")
                 if key not in self._requested:
                     found.lost.append(f"slot {group}/{slot} was never asked for")
         for group, _slot in self._results.keys() | self._requested:

@@ -64,7 +64,7 @@ class Proxy:
         """Break every connection at once, without a goodbye."""
         for writer in list(self._writers):
             raw = writer.get_extra_info("socket")
-            if raw is not None:
+            if raw is not None and not writer.transport.is_closing():
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             writer.transport.abort()
         self._writers.clear()
@@ -133,7 +133,7 @@ class Proxy:
         try:
             writer.write(b"".join(frame.raw for frame in frames))
             await writer.drain()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: uvloop's word for a transport that was just aborted
             log.debug("a proxied connection ended", error=str(error))
 
 

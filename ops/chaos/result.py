@@ -39,6 +39,8 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
     groups: int
     slots: int
     dropped_groups: int
+    repeated_ends: int
+    """Slots that two workers ended, each in an attempt of its own; one result counts."""
     messages: int
     answered_calls: int
     refused_calls: int

@@ -145,9 +145,7 @@ class _Course:
             tasks.start_soon(self._progress.follow)
             tasks.start_soon(self._point_witness)
             await self._world.start()
-            tasks.start_soon(self._world.watch_first_start)
-            if await self._progress.next_step(deadline_s=_FIRST_STEP_S) is None:
-                raise TimeoutError(f"no step within {_FIRST_STEP_S:g} s: {' | '.join(self._world.last_lines())}")
+            await self._first_step()
             began_s = time.monotonic()
             for fault in plan(self._settings.seed, self._settings.num_faults, kinds=self._kinds()):
                 line = await self._play(fault)
@@ -157,6 +155,13 @@ class _Course:
             await self._drain(broker)
             tasks.cancel_scope.cancel()
         await self._world.interrupt()
+
+    async def _first_step(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._world.watch_first_start)
+            if await self._progress.next_step(deadline_s=_FIRST_STEP_S) is None:
+                raise TimeoutError(f"no step within {_FIRST_STEP_S:g} s: {' | '.join(self._world.last_lines())}")
+            tasks.cancel_scope.cancel()
 
     def _kinds(self) -> frozenset[FaultKind]:
         kinds = self._settings.kinds
@@ -232,6 +237,7 @@ class _Course:
             groups=ledger.topics["group.issued"],
             slots=ledger.topics["group.issued"] * config.sampling.slots_per_group,
             dropped_groups=ledger.num_dropped,
+            repeated_ends=ledger.num_repeated_ends,
             messages=audited.num_messages,
             answered_calls=len(self._witness.answered),
             refused_calls=self._witness.refused,

@@ -57,9 +57,13 @@ async def open_witness() -> AsyncGenerator[Witness]:
             response = web.StreamResponse(
                 status=status, headers={"Content-Type": kind, "Content-Length": str(len(data))}
             )
-            await response.prepare(request)
-            await response.write(data)
-            await response.write_eof()
+            try:
+                await response.prepare(request)
+                await response.write(data)
+                await response.write_eof()
+            except ConnectionError:  # the caller is gone: it saw no answer
+                witness.refused += 1
+                return response
             if status == 200 and kind == "application/json":
                 witness.answered.add(msgspec.json.decode(data, type=_Answer).id)
             witness.refused += status != 200

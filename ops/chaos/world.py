@@ -68,12 +68,12 @@ class RunUnderChaos:
         self._process = await self._open("run", str(self._config), "--json", "--quiet", *arguments)
 
     async def watch_first_start(self) -> None:
-        """Return once the command is started a second time.
+        """For ever.
 
         Raises:
-            TimeoutError: its first start ended by itself: the config or the machine can't do it.
+            TimeoutError: the command ended by itself: the config or the machine can't do it.
         """
-        while self.num_starts == 1:
+        while True:
             process = self._process
             if process is not None and process.returncode is not None:
                 raise TimeoutError(f"the run ended at its first start: {' | '.join(self.last_lines())}")
