@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 import msgspec
@@ -38,6 +38,7 @@ from pipeline.metrics import WorkerReport, report_subject
 from schemas.payload import PayloadRef
 from schemas.topics import EPISODE_LAUNCHED, EPISODE_REQUESTED, GROUP_ISSUED, INTERACTION_RECORDED, SESSION_OPENED
 
+T = TypeVar("T")
 log = structlog.get_logger("headrace.headroom")
 
 KEEPER: Final = "retention"
@@ -86,17 +87,48 @@ class StoreShares:
         return self._now() - self._told_s < _STALE_S
 
 
+class Patience:
+    """Tries again for as long as the store is full or the broker away, and says so."""
+
+    def __init__(self) -> None:
+        self.blocked: Final[dict[str, float]] = {}
+        """What is waited for → since when (Unix time), for reports."""
+
+    async def until_done(self, act: Callable[[], Awaitable[T]], what: str) -> T:
+        """The result of `act`.
+
+        Raises:
+            BrokerError: one that waiting can't help.
+        """
+        attempt = 0
+        while True:
+            try:
+                done = await act()
+            except StoreFullError as error:
+                blocked, reason = "blocked: store full", str(error)
+            except RetryableBrokerError as error:
+                blocked, reason = "blocked: broker away", str(error)
+            else:
+                if attempt:
+                    self.blocked.clear()
+                return done
+            attempt += 1
+            self.blocked.setdefault(blocked, time.time())
+            log.warning(blocked, what=what, attempt=attempt, error=reason)
+            await anyio.sleep(backoff_s(attempt, _POLICY, random.random()))  # noqa: S311 - spreads retries
+
+
 class PatientPayloads:
     """A payload store that waits for room."""
 
-    def __init__(self, store: PayloadStore, blocked: dict[str, float], shares: StoreShares | None) -> None:
+    def __init__(self, store: PayloadStore, patience: Patience, shares: StoreShares | None) -> None:
         """Args:
         store: where payloads go.
-        blocked: what is waited for → since when (Unix time), for reports.
+        patience: how it waits.
         shares: keep headroom; None: use the last byte.
         """
         self._store: Final = store
-        self._blocked: Final = blocked
+        self._patience: Final = patience
         self._shares: Final = shares
 
     @property
@@ -104,24 +136,12 @@ class PatientPayloads:
         return self._store.name
 
     async def put(self, data: bytes | memoryview) -> PayloadRef:
-        attempt = 0
-        while True:
-            try:
-                if self._shares is not None:
-                    self._shares.check_payload()
-                ref = await self._store.put(data)
-            except StoreFullError as error:
-                blocked, reason = "blocked: store full", str(error)
-            except RetryableBrokerError as error:
-                blocked, reason = "blocked: broker away", str(error)
-            else:
-                if attempt:
-                    self._blocked.clear()
-                return ref
-            attempt += 1
-            self._blocked.setdefault(blocked, time.time())
-            log.warning(blocked, payload_bytes=len(data), attempt=attempt, error=reason)
-            await anyio.sleep(backoff_s(attempt, _POLICY, random.random()))  # noqa: S311 - spreads retries
+        async def store() -> PayloadRef:
+            if self._shares is not None:
+                self._shares.check_payload()
+            return await self._store.put(data)
+
+        return await self._patience.until_done(store, f"a payload of {len(data)} bytes")
 
     async def get(self, ref: PayloadRef) -> memoryview:
         return await self._store.get(ref)
@@ -136,11 +156,10 @@ class WorkerBroker:
     def __init__(self, broker: Broker) -> None:
         self.inner: Final = broker
         self.shares: Final = StoreShares()
-        self.blocked: Final[dict[str, float]] = {}
-        """What payloads wait for → since when; empty: nothing."""
-        self.bulk_payloads: Final = PatientPayloads(broker.payloads, self.blocked, self.shares)
+        self.patience: Final = Patience()
+        self.bulk_payloads: Final = PatientPayloads(broker.payloads, self.patience, self.shares)
         """For tokens and weights."""
-        self._payloads: Final = PatientPayloads(broker.payloads, self.blocked, None)
+        self._payloads: Final = PatientPayloads(broker.payloads, self.patience, None)
 
     async def follow_shares(self) -> None:
         """Hear how full the store is, for ever."""
@@ -165,6 +184,10 @@ class WorkerBroker:
     async def publish(self, subject: str, data: bytes, *, headers: Mapping[str, str] | None = None) -> Published:
         self.shares.check_message(subject)
         return await self.inner.publish(subject, data, headers=headers)
+
+    async def publish_patiently(self, subject: str, data: bytes) -> Published:
+        """As `publish`, for who has nothing better to do than wait until it is stored."""
+        return await self.patience.until_done(lambda: self.publish(subject, data), subject)
 
     async def get(self, subject: str) -> Record | None:
         return await self.inner.get(subject)

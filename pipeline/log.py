@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar, cast
 
 import msgspec
 import structlog
 
-from broker.api import Broker, PayloadStore, Record
+from broker.api import Broker, PayloadStore, Published, Record
 from broker.errors import PayloadMissingError
 from pipeline.errors import PayloadGoneError
 from schemas.errors import DecodeError
@@ -18,6 +18,7 @@ from schemas.subjects import Topic
 from schemas.topics import TOPICS
 
 M = TypeVar("M", bound=msgspec.Struct)
+Publish = Callable[[str, bytes], Awaitable[Published]]
 log = structlog.get_logger("headrace.log")
 
 _TOPIC_OF: Final[Mapping[type[msgspec.Struct], Topic[Any]]] = {topic.message: topic for topic in TOPICS}
@@ -40,9 +41,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 class RunLog:
     """What stages may do with the log besides returning messages."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, *, publish: Publish | None = None) -> None:
+        """Args:
+        broker: the run's.
+        publish: another way to publish (one that waits for room).
+        """
         self.broker: Final = broker
         self.run: Final = broker.run
+        self._publish: Final[Publish] = publish or broker.publish
 
     async def publish(self, message: M) -> M:
         """Store a message under its key. The message that stands there afterwards: the caller's, or that of whoever came
@@ -50,7 +56,7 @@ class RunLog:
         """
         kind: type[M] = type(message)
         topic: Topic[M] = topic_of(kind)
-        published = await self.broker.publish(topic.subject(self.run, message), topic.encode(message))
+        published = await self._publish(topic.subject(self.run, message), topic.encode(message))
         return message if published.standing is None else topic.decode(published.standing)
 
     async def find(self, topic: Topic[M], *key: str | int) -> M | None:

@@ -116,11 +116,10 @@ class RetentionOwner:
         shares = (share(status.size_bytes, status.max_bytes), share(status.payload_bytes, status.payload_max_bytes))
         most = max(shares)
         mark = await self._mark(follower)
-        moved = False
         if most >= settings.purge_above and mark.sequence > self._retain.sequence:
-            moved = await self._purge(follower, mark)
+            await self._purge(follower, mark)
         await self._tell_pressure(most, mark, status)
-        self._report(shares, mark, status, moved=moved)
+        self._report(shares, mark, status)
 
     async def _mark(self, follower: LogFollower) -> Mark:
         """The mark now. Where the log ends is looked at before who needs what."""
@@ -146,7 +145,7 @@ class RetentionOwner:
             await self._broker.delete_state(key)
         return counting
 
-    async def _purge(self, follower: LogFollower, mark: Mark) -> bool:
+    async def _purge(self, follower: LogFollower, mark: Mark) -> None:
         await follower.ledger.save(self._broker)
         self._retain = Retain(
             ordinal=self._retain.ordinal + 1, sequence=mark.sequence, held_by=mark.held_by, full=self._told_full
@@ -163,7 +162,6 @@ class RetentionOwner:
         log.info("purged", below=floor, messages=purged, payloads=collected, payload_bytes=size, held_by=mark.held_by)
         self._metrics.gauges["purged_messages"] = self._metrics.gauges.get("purged_messages", 0.0) + purged
         self._metrics.gauges["collected_payloads"] = self._metrics.gauges.get("collected_payloads", 0.0) + collected
-        return purged > 0 or collected > 0
 
     async def _announce(self) -> None:
         try:
@@ -228,7 +226,7 @@ class RetentionOwner:
         self._told_full = full
         log.warning("the store is nearly full: nothing new is begun" if full else "there is room again", fill=reason)
 
-    def _report(self, shares: Sequence[float], mark: Mark, status: LogStatus, *, moved: bool) -> None:
+    def _report(self, shares: Sequence[float], mark: Mark, status: LogStatus) -> None:
         metrics, text = self._metrics, fill_text(status)
         metrics.gauges.update(
             {LOG_SHARE: shares[0], PAYLOAD_SHARE: shares[1], "mark": mark.sequence, "blocked": float(self._told_full)}
@@ -241,7 +239,7 @@ class RetentionOwner:
             return
         blocked = f"blocked: store full: {text}{holder}"
         metrics.labels["store_error"] = blocked
-        metrics.wait_for("blocked: store full" if moved else blocked)
+        metrics.wait_for(f"blocked: store full; held by {mark.held_by or 'nobody'}")
         if time.monotonic() - self._said_s >= _SAY_AGAIN_S:
             self._said_s = time.monotonic()
             log.warning(

@@ -40,7 +40,7 @@ class WorkerContext:
         self.store: Final = broker.payloads
         """The run's payloads as they are: for whoever collects them."""
         self.broker: Final = WorkerBroker(broker)
-        self.log: Final = RunLog(self.broker)
+        self.log: Final = RunLog(self.broker, publish=self.broker.publish_patiently)
         self.payloads: Final = RunPayloads(self.broker, store=self.broker.bulk_payloads)
         self.now: Final = wall_clock()
         self.draining: Final = anyio.Event()
@@ -62,7 +62,7 @@ class WorkerContext:
     def _report(self, metrics: Metrics) -> WorkerReport:
         """A payload that waits for room or for the broker is told by every service of the process that seems to work."""
         report = metrics.report()
-        blocked = next(iter(self.broker.blocked.items()), None)
+        blocked = next(iter(self.broker.patience.blocked.items()), None)
         if blocked is None or report.waiting_for:
             return report
         return msgspec.structs.replace(report, waiting_for=blocked[0], waiting_since_unix_s=blocked[1])

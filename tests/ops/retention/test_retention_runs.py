@@ -1,0 +1,117 @@
+"""Runs that are many times larger than their store."""
+
+from __future__ import annotations
+
+import anyio
+import msgspec
+import pytest
+from small_loop import GROUPS, QUICK, SLOTS, SmallLoop, assembly_fold
+
+from broker.connect import connect
+from broker.embedded import EmbeddedServer
+from broker.topology import RunLimits
+from ops.accounts import account
+from pipeline.fold import FoldRunner
+from pipeline.holds import held, read_mark
+from pipeline.metrics import Metrics
+from schemas.messages.training import FoldCheckpoint
+
+LIMITS = RunLimits(log_max_bytes=60_000, payload_max_bytes=120_000, state_max_bytes=4 * 2**20)
+STEPS = 50
+
+
+@pytest.fixture
+async def server(tmp_path):
+    server = EmbeddedServer(tmp_path / "nats")
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+def opened(server):
+    return lambda limits=LIMITS: connect(server.url, "r", server.connect_settings(), create=True, limits=limits)
+
+
+async def test_a_run_that_is_many_times_larger_than_its_store_stays_within_it_and_is_accounted_for(opened, tmp_path):
+    async with opened() as broker:
+        loop = SmallLoop(broker, tmp_path)
+        await loop.run(STEPS)
+        found = await account(broker, staleness_bound=1)
+        mark = await read_mark(broker)
+        status = await broker.log_status()
+    assert status.last_sequence * 200 > 2 * LIMITS.log_max_bytes, "it would not have fitted"
+    assert loop.most_bytes[0] < LIMITS.log_max_bytes
+    assert loop.most_bytes[1] < LIMITS.payload_max_bytes
+    assert mark is not None
+    assert mark.sequence > status.last_sequence // 2
+    assert (found.steps, found.groups.trained, found.trained_rows) == (STEPS, STEPS * GROUPS, STEPS * GROUPS * SLOTS)
+    assert (found.unexplained, found.doubled, found.dead_letters) == (0, 0, 0)
+    assert len(found.reward_by_step) == STEPS
+    assert found.episodes.requested == STEPS * GROUPS * SLOTS
+
+
+async def test_folding_again_from_a_checkpoint_after_a_purge_gives_the_same_bytes(opened, tmp_path, wait_until):
+    roomy = RunLimits(log_max_bytes=300_000, payload_max_bytes=600_000, state_max_bytes=4 * 2**20)
+    async with opened(roomy) as broker, anyio.create_task_group() as tasks:
+        loop = SmallLoop(broker, tmp_path, retention=msgspec.structs.replace(QUICK, purge_above=0.1))
+        done = anyio.Event()
+
+        async def run() -> None:
+            await loop.run(40)
+            done.set()
+
+        tasks.start_soon(run)
+
+        async def purged() -> bool:
+            mark = await read_mark(broker)
+            return mark is not None and mark.sequence > 100
+
+        await wait_until(purged)
+        found = await broker.load_state("fold.assembly")
+        assert found is not None
+        old = msgspec.msgpack.decode(found[0], type=FoldCheckpoint)
+        state = bytes(await broker.payloads.get(old.state))
+        async with held(broker, "test", sequence=old.sequence + 1, what="a test"):
+            await done.wait()
+            await broker.payloads.put(state)
+            await broker.save_state("fold.assembly", found[0])
+            again = FoldRunner(assembly_fold("r"), loop.broker, Metrics("r", "assembly"))
+            tasks.start_soon(again.run)
+            await wait_until(lambda: again.sequence >= loop.assembly.sequence)
+            again.drain()
+        assert again.state == loop.assembly.state
+        assert again.metrics.adopted > 10
+        assert again.metrics.published == 0, "everything that it computes stands already, with the same bytes"
+
+
+async def test_a_full_store_blocks_the_run_names_who_holds_it_and_is_left_without_loss(opened, tmp_path, wait_until):
+    async with opened() as broker, anyio.create_task_group() as tasks:
+        loop = SmallLoop(broker, tmp_path)
+        metrics = loop.metrics["retention"]
+        async with held(broker, "why", sequence=1, what="why of a test"):
+            tasks.start_soon(loop.run, STEPS)
+            await wait_until(lambda: "store_error" in metrics.labels)
+            await wait_until(lambda: "bound by store full" in loop.metrics["sampling"].report().waiting_for)
+            await wait_until(lambda: not loop.sampling.state.running and not loop.sampling.state.waiting)
+            assert "the mark stands at 1, held by why of a test" in metrics.labels["store_error"]
+            assert metrics.report().waiting_for == "blocked: store full; held by why of a test"
+            assert 0 < loop.sampling.state.num_trained < STEPS
+            status = await broker.log_status()
+            assert 0.7 * LIMITS.log_max_bytes < max(status.size_bytes, status.payload_bytes / 2) < LIMITS.log_max_bytes
+        await wait_until(lambda: loop.sampling.state.num_trained == STEPS)
+    async with opened() as broker:
+        found = await account(broker, staleness_bound=1)
+        assert (found.steps, found.groups.trained) == (STEPS, STEPS * GROUPS)
+        assert (found.unexplained, found.doubled, found.dead_letters) == (0, 0, 0)
+
+
+async def test_a_run_goes_on_after_a_purge_where_all_its_processes_died(opened, tmp_path):
+    for steps in (20, 40):
+        async with opened() as broker:
+            await SmallLoop(broker, tmp_path).run(steps)
+    async with opened() as broker:
+        found = await account(broker, staleness_bound=1)
+        assert await read_mark(broker) is not None
+        assert (found.steps, found.unexplained, found.doubled) == (40, 0, 0)
+        assert found.groups.trained == 40 * GROUPS
