@@ -154,6 +154,8 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """vLLM on cpu."""
     kv_cache_tokens: int = 16384
     """SGLang on cpu."""
+    host: str = "127.0.0.1"
+    """Where started servers listen. They have no login unless `api_key_env` names a key."""
     ports: list[int] = []
     """One for each server that is started; empty = any free one, another at each start."""
     start_timeout_s: float = 600.0
@@ -164,6 +166,12 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Environment variable with the key that the servers want; empty = they want none."""
     wait_deadline_s: float = 120.0
     """How long a call waits for an engine that has room and confirmed the version it needs."""
+    time_shared: bool = False
+    """Engines and trainer share their machines: engines pause, or sleep where they can, while a step is computed."""
+    time_share_wait_s: float = 20.0
+    """How long a step waits for engines to pause; then it is computed beside those that did not."""
+    time_share_ttl_s: float = 10.0
+    """An engine that heard nothing of the trainer for so long goes on."""
     weights_cache: str = ""
     """Folder on each node's own disk for weights from the payload store; empty = `cache/weights` of the run's folder."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from typing import Final
 
 import anyio
@@ -21,8 +22,18 @@ _TRIED: Final = 4
 class FollowedWeights:
     """Keeps an engine's receiver supplied with what stands on the log."""
 
-    def __init__(self, run_log: RunLog, receiver: Receiver) -> None:
+    def __init__(
+        self,
+        run_log: RunLog,
+        receiver: Receiver,
+        *,
+        beside: Callable[[], Coroutine[object, object, None]] | None = None,
+    ) -> None:
+        """Args:
+        beside: runs while the engine serves.
+        """
         self._log: Final = run_log
+        self._beside: Final = beside
         self._receiver: Final = receiver
         self._sequence = 0
         """Up to where the log was read."""
@@ -60,6 +71,8 @@ class FollowedWeights:
         """Load what is published, for ever."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._receiver.run)
+            if self._beside is not None:
+                tasks.start_soon(self._beside)
             async with self._log.read([WEIGHTS_PUBLISHED], after_sequence=self._sequence) as entries:
                 async for entry in entries:
                     self._sequence = entry.sequence

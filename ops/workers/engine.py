@@ -19,6 +19,7 @@ from ops.engines.server_process import free_port, server_process
 from ops.engines.weights import FollowedWeights
 from ops.policy_folder import policy_folder
 from ops.workers.context import WorkerContext
+from ops.workers.turns import turn_giver
 from pipeline.metrics import Metrics, worker_name
 from pipeline.publishing import publish_patiently
 from schemas.errors import ConfigError
@@ -115,7 +116,7 @@ def _weights(
         subject = WEIGHTS_LOADED.subject(context.broker.run, loaded)
         await publish_patiently(context.broker, subject, WEIGHTS_LOADED.encode(loaded), metrics)
 
-    section = context.config.engine
+    section, turn = context.config.engine, anyio.Lock()
     receiver = Receiver(
         engine,
         context.payloads,
@@ -125,6 +126,8 @@ def _weights(
         say=say,
         metrics=metrics,
         on_state=on_quarantine,
+        turn=turn,
         now=context.now,
     )
-    return FollowedWeights(context.log, receiver)
+    giver = turn_giver(context, engine, incarnation, turn)
+    return FollowedWeights(context.log, receiver, beside=None if giver is None else giver.run)

@@ -21,6 +21,7 @@ from ops.secrets import CONTROL_KEY_ENV, GENERATION_KEY_ENV
 from ops.session_calls import serve_sessions
 from ops.workers.context import WorkerContext
 from ops.workers.routed import Sampling, routed_engines
+from ops.workers.turns import turn_giver
 from pipeline.metrics import Metrics
 from schemas.config import EngineKind
 from schemas.config_arena import StreamRunner
@@ -148,7 +149,7 @@ async def own_engine(context: WorkerContext, metrics: Metrics, incarnation: str)
     """
     metrics.wait_for("the engine's model")
     async with open_engine(context) as engine, anyio.create_task_group() as tasks:
-        gated = GatedEngine(engine)
+        gated, turn = GatedEngine(engine), anyio.Lock()
         receiver = Receiver(
             engine,
             context.payloads,
@@ -158,11 +159,16 @@ async def own_engine(context: WorkerContext, metrics: Metrics, incarnation: str)
             say=context.log.publish,
             metrics=metrics,
             on_state=gated.be,
+            turn=turn,
+            now=context.now,
         )
         metrics.wait_for("the current weights")
         sequence = await _catch_up(context, receiver)
         tasks.start_soon(_follow_weights, context, receiver, sequence)
         tasks.start_soon(receiver.run)
+        giver = turn_giver(context, engine, incarnation, turn)
+        if giver is not None:
+            tasks.start_soon(giver.run)
         yield Sampling(source=gated, num_tokens=lambda: int(getattr(engine, "num_tokens", 0)))
         tasks.cancel_scope.cancel()
 

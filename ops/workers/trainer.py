@@ -13,8 +13,10 @@ from ops.config import RunConfig
 from ops.policy_folder import policy_folder
 from ops.run_folder import RunFolder
 from ops.workers.context import WorkerContext
+from ops.workers.turns import turn_settings
 from pipeline.lease import HeldLease
 from pipeline.metrics import worker_name
+from pipeline.turns import TurnTaker
 from schemas.topics import RUN_STARTED
 from stages.training.loop import FollowerLease, LoopSettings, TrainerLoop
 from stages.training.metric_sinks import MetricSink, TensorBoardSink
@@ -42,6 +44,7 @@ async def run_trainer(context: WorkerContext) -> None:
     try:
         if lease is not None:
             await lease.acquire()
+        turns = _turns(context, lease)
         loop = TrainerLoop(
             context.log,
             context.payloads,
@@ -57,9 +60,12 @@ async def run_trainer(context: WorkerContext) -> None:
             ),
             on_trained=None if lease is None else _pruner(context, lease),
             sinks=sinks,
+            turns=turns,
         )
         context.on_drain(loop.drain)
         async with anyio.create_task_group() as tasks:
+            if turns is not None:
+                await tasks.start(turns.run)
             if lease is not None:
                 tasks.start_soon(lease.keep)
             await loop.run()
@@ -68,6 +74,14 @@ async def run_trainer(context: WorkerContext) -> None:
         for sink in sinks:
             sink.close()
         await anyio.to_thread.run_sync(backends.__exit__, None, None, None)
+
+
+def _turns(context: WorkerContext, lease: HeldLease | None) -> TurnTaker | None:
+    if not context.config.engine.time_shared:
+        return None
+    turns = TurnTaker(context.broker, turn_settings(context.config), calls=lease is not None)
+    turns.generation = 0 if lease is None else lease.generation
+    return turns
 
 
 async def _latest_start(context: WorkerContext) -> int:

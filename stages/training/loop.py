@@ -10,7 +10,8 @@ over by whoever reads (`pipeline.generations`, `stages.training.lineage`).
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
 import anyio
@@ -21,6 +22,7 @@ import structlog
 from pipeline.errors import ContractError
 from pipeline.log import RunLog
 from pipeline.metrics import Metrics
+from pipeline.turns import TurnTaker
 from schemas.messages.rollout import RowTokens
 from schemas.messages.sampling import RunFinished
 from schemas.messages.training import Manifest, StepAssembled, StepTrained
@@ -87,6 +89,7 @@ class TrainerLoop:
         *,
         on_trained: Callable[[int], Awaitable[None]] | None = None,
         sinks: Sequence[MetricSink] = (),
+        turns: TurnTaker | None = None,
     ) -> None:
         self._log: Final = log_
         self._payloads: Final = payloads
@@ -96,6 +99,7 @@ class TrainerLoop:
         self._settings: Final = settings
         self._on_trained = on_trained
         self._sinks: Final = sinks
+        self._turns: Final = turns
         self._draining = False
         self._busy = False
         self._reading: Final = anyio.CancelScope()
@@ -162,19 +166,20 @@ class TrainerLoop:
         metrics.wait_for(f"rows of step {assembled.step}")
         manifest = msgspec.msgpack.decode(await self._payloads.get(assembled.manifest), type=Manifest)
         rows = await self._fetch(manifest)
-        metrics.work()
-        fetched = time.perf_counter()
-        metrics.in_flight = 1
-        result = await anyio.to_thread.run_sync(backend.train, manifest, rows)
-        metrics.in_flight = 0
-        await self._lease.check()
-        trained = time.perf_counter()
-        folder = version_folder(self._settings.weights_dir, assembled.step, self._lease.generation)
-        await anyio.to_thread.run_sync(backend.export_weights, folder)
+        async with self._turn(assembled.step) as shared:
+            metrics.work()
+            fetched = time.perf_counter()
+            metrics.in_flight = 1
+            result = await anyio.to_thread.run_sync(backend.train, manifest, rows)
+            metrics.in_flight = 0
+            await self._lease.check()
+            trained = time.perf_counter()
+            folder = version_folder(self._settings.weights_dir, assembled.step, self._lease.generation)
+            await anyio.to_thread.run_sync(backend.export_weights, folder)
         await self._lease.check()  # as late as can be; what slips through is passed over by every reader
         self.step = assembled.step
         seconds = time.perf_counter() - started
-        stats = {**result.stats, **_performance(result, trained - fetched)}
+        stats = {**result.stats, **_performance(result, trained - fetched), **shared}
         if backend.rank == 0:
             self._warn_of_mismatch(stats)
             await self._say(assembled, result.digest, stats, result.skipped, seconds, result.num_tokens)
@@ -195,6 +200,20 @@ class TrainerLoop:
         if self._on_trained is not None:
             await self._lease.check()
             await self._on_trained(self.step)
+
+    @asynccontextmanager
+    async def _turn(self, step: int) -> AsyncGenerator[Mapping[str, float]]:
+        """Compute inside the block: engines on the same machines rest meanwhile, where they share their time. Statistics."""
+        if self._turns is None:
+            yield {}
+            return
+        self._metrics.wait_for(f"engines to rest for step {step}")
+        async with self._turns.take(step) as taken:
+            yield {
+                "time_share/wait_s": taken.waited_s,
+                "time_share/engines_resting": float(len(taken.resting)),
+                "time_share/engines_working": float(len(taken.working)),
+            }
 
     def _warn_of_mismatch(self, stats: Mapping[str, float]) -> None:
         """Engine and trainer disagree about the same tokens at the same weights: training is off-policy without knowing it."""
