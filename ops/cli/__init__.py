@@ -5,6 +5,7 @@ Modules are imported when their command is called: `headrace tap` loads neither 
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -38,6 +39,7 @@ COMMANDS: Final = (
     ("publish", "ops.cli.publish:app", _LOG, "Put prompts on a run's log."),
     ("record", "ops.cli.record:record", _LOG, "Record a run into one self-describing file."),
     ("replay", "ops.cli.replay:replay", _LOG, "Replay a recording, or compare a stage with it."),
+    ("bridge", "ops.cli.bridge:bridge", _LOG, "Copy messages to a RabbitMQ as they come, for teams that only consume."),
     ("inspect", "ops.cli.inspect:inspect", _LOG, "What a recording holds."),
     ("audit", "ops.cli.audit:app", _LOG, "One record per episode, kept or rejected."),
     ("export", "ops.cli.export:export", _LOG, "A run or a recording as Parquet tables."),
@@ -80,5 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     set_up_logs(process=given[0] if given else "headrace", level="WARNING")
-    result = build_app(given[0] if given else "")(given, result_action="return_value")
+    try:
+        result = build_app(given[0] if given else "")(given, result_action="return_value")
+    except KeyboardInterrupt:  # before the command listens to signals itself
+        return 128 + signal.SIGINT
     return result if isinstance(result, int) else 0
