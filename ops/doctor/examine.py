@@ -29,6 +29,7 @@ from ops.doctor.checks import (
     note,
     ok,
 )
+from ops.doctor.engines import check_engines
 from ops.doctor.facts import CredentialFacts, PortFacts
 from ops.doctor.probe import (
     probe_gpus,
@@ -74,6 +75,12 @@ async def examine(
         findings += _config(config)
         findings += _ports(config)
         findings += check_credentials(list(_credentials(config, environ)))
+        findings += check_engines(
+            config,
+            gpus=await anyio.to_thread.run_sync(probe_gpus),
+            available_bytes=machine.available_bytes,
+            environ=environ,
+        )
         findings += check_servers(await probe_servers(config))
         if config.arena.url != LOCAL:
             findings.append(note("arena", "its streams are not asked here", f"headrace preflight {path}"))
@@ -140,6 +147,7 @@ def _ports(config: RunConfig) -> list[Finding]:
             wanted.append(("local_arena.port", served.host, served.port))
         except ConfigError:
             pass  # told by _config
+    wanted += [("engine.ports", config.engine.host, port) for port in config.engine.ports]
     ports: list[PortFacts] = [probe_port(*port) for port in wanted if port[2]]
     if not ports:
         return [ok("ports", "all are chosen when the run starts")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ops.agents.check import check_agents_now
 from ops.config import run_streams
+from ops.engines.plan import num_started, server_environment
 from ops.policy_folder import prepare_policy
 from ops.run_folder import RunFolder
 
@@ -15,6 +16,8 @@ def prepare(folder: RunFolder) -> None:
         ConfigError: a setting can't work.
     """
     config = folder.read_config()
+    if num_started(config.engine) and not config.run.from_run:
+        server_environment(config.engine)
     if not config.run.from_run:
         check_agents_now(run_streams(config), config.arena)
     if config.training.backend != "standin":
