@@ -33,8 +33,9 @@ class Ledger:
 
     async def save(self, broker: Broker) -> None:
         """Name the account in its last value; the former payload is nobody's any more and is collected."""
-        ref = await broker.payloads.put(msgspec.msgpack.encode(self.account.state))
-        checkpoint = FoldCheckpoint(fold=LEDGER_KEY, sequence=self.sequence, state=ref)
+        sequence, state = self.sequence, msgspec.msgpack.encode(self.account.state)  # together: more may come meanwhile
+        ref = await broker.payloads.put(state)
+        checkpoint = FoldCheckpoint(fold=LEDGER_KEY, sequence=sequence, state=ref)
         former = await broker.load_state(LEDGER_KEY)
         await broker.save_state(LEDGER_KEY, msgspec.msgpack.encode(checkpoint))
         if former is not None:
