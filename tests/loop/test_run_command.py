@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 
+import anyio
 import psutil
 import pytest
 
@@ -50,6 +51,29 @@ async def test_an_interrupted_run_is_resumed_by_the_same_command(headrace, tmp_p
     assert result["steps"] == 6
     assert (result["unexplained"], result["doubled"]) == (0, 0)
     assert result["groups"]["trained"] == 24
+
+
+@pytest.mark.nightly
+async def test_a_second_signal_ends_a_run_whose_broker_answers_nothing_and_all_its_processes(
+    headrace, wait_until
+) -> None:
+    async with headrace("--steps", "50", "--set", "training.standin_step_s=0.3") as run:
+        await run.wait_for_step(1)
+        children = run.children()
+        children["nats"].suspend()
+        run.interrupt()
+        run.process.terminate()
+        with anyio.fail_after(20):
+            assert await run.process.wait() in (130, 143)
+        await wait_until(lambda: not any(_lives(child) for child in children.values()))
+    assert b"ended at once by a second signal" in run.stderr
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def test_every_kind_of_process_may_be_killed_while_it_runs(headrace, wait_until) -> None:
