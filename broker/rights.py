@@ -88,6 +88,7 @@ def permissions(
         f"{api}.CONSUMER.LIST.{log}",
     ]
     keep_state = [f"{names.state_prefix}>", f"{api}.DIRECT.GET.{state}.{names.state_prefix}>"]
+    say_present = [f"{names.state_prefix}presence.>"]
     take = [
         subject
         for durable in durables
@@ -101,7 +102,7 @@ def permissions(
     hear = [f"{inbox_prefix(user)}.>", f"{names.talk_prefix}>"]
     match role:
         case Role.WORKER | Role.GATEWAY:
-            publish = [*own, *get_own, *take, *read_payloads, *write_payloads, *know, *talk]
+            publish = [*own, *get_own, *take, *read_payloads, *write_payloads, *say_present, *know, *talk]
         case Role.FOLD:
             forget = f"{api}.CONSUMER.DELETE.{log}.*"
             publish = [*own, *read_log, forget, *keep_state, *read_payloads, *write_payloads, *know, *talk]

@@ -12,6 +12,7 @@ from broker.api import Broker, LogStatus
 from ops.control import Standing, standing
 from ops.engines.listening import heard_engines
 from pipeline.metrics import REPORT_PREFIX, WorkerReport
+from pipeline.presence import dead_nodes, missing, obituary, roll_call
 from schemas.messages.engines import EngineAnnouncement
 
 LISTEN_S = 2.5
@@ -44,6 +45,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[StageStatus]
     silent: list[str]
     """Stages with a consumer and no worker that says anything."""
+    dead: list[str] = []
+    """Processes that vanished without a word, each with its node and batch job."""
+    dead_nodes: list[str] = []
+    """Hosts of which no process is left."""
     is_running: bool = True
     """False: the run is over or stopped; this is what its log holds."""
     asked: Standing = Standing()
@@ -100,9 +105,14 @@ async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float
                 in_hand=0 if consumer is None else consumer.num_ack_pending,
             )
         )
+    now = time.time()
+    presences = await roll_call(broker)
+    dead = missing(presences, heard=frozenset(worker for _, worker in reports), now=now)
     return RunStatus(
         run=broker.run,
-        unix_time_s=time.time(),
+        unix_time_s=now,
+        dead=[obituary(one, now=now) for one in dead],
+        dead_nodes=dead_nodes(presences, dead),
         log=await broker.log_status(),
         stages=listed,
         silent=[stage.stage for stage in listed if not stage.workers],

@@ -109,7 +109,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     amount: float = 0.0
     """0 … 1: which node, how far a clock jumps; drawn with the plan, so that a seed says it all."""
     waits: bool = True
-    """False: the next fault comes before the run has recovered from this one."""
+    """False: the next fault comes before the run has recovered from this one. Faults of one kind alone never overlap."""
 
     @property
     def name(self) -> str:
@@ -145,7 +145,10 @@ def plan(
     cards: list[tuple[FaultKind, str]] = []
     while len(cards) < num_faults:
         cards += _deck(chance, kinds, processes)
-    return [_fault(chance, number, kind, target) for number, (kind, target) in enumerate(cards[:num_faults])]
+    return [
+        _fault(chance, number, kind, target, alone=len(kinds) == 1)
+        for number, (kind, target) in enumerate(cards[:num_faults])
+    ]
 
 
 def _deck(chance: random.Random, kinds: Collection[FaultKind], processes: Sequence[str]) -> list[tuple[FaultKind, str]]:
@@ -166,7 +169,7 @@ def _deck(chance: random.Random, kinds: Collection[FaultKind], processes: Sequen
     return deck
 
 
-def _fault(chance: random.Random, number: int, kind: FaultKind, target: str) -> Fault:
+def _fault(chance: random.Random, number: int, kind: FaultKind, target: str, *, alone: bool) -> Fault:
     low, high = _DURATIONS_S.get(kind, (0.0, 0.0))
     return Fault(
         number=number,
@@ -174,5 +177,5 @@ def _fault(chance: random.Random, number: int, kind: FaultKind, target: str) -> 
         target=target,
         duration_s=round(chance.uniform(low, high), 3),
         amount=chance.random(),
-        waits=chance.random() >= 0.25,
+        waits=chance.random() >= 0.25 or alone,
     )

@@ -69,6 +69,10 @@ def _print(found: RunStatus, console: Console) -> None:
     for line in (found.pacing, f"engines {engines}" if engines else ""):
         if line:
             console.print(Text(line))
+    for line in found.dead:
+        console.print(Text(f"dead: {line}", style="bold red"))
+    for host in found.dead_nodes:
+        console.print(Text(f"node {host} is dead: none of its processes is left", style="bold red"))
     table = Table(box=None, pad_edge=False, expand=True)
     table.add_column("stage", no_wrap=True)
     for name in ("workers", "in", "out", "pending", "in hand", "dead"):

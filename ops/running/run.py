@@ -42,6 +42,7 @@ from ops.stopping import until_stopped
 from ops.supervise.process import ProcessGivenUpError, ProcessSpec, RestartPolicy, python
 from ops.supervise.supervisor import Supervisor
 from pipeline.log import RunLog
+from pipeline.presence import forget_missing
 from schemas.errors import ConfigError
 from schemas.messages.sampling import RunStarted
 from schemas.topics import RUN_STARTED
@@ -108,6 +109,7 @@ async def run(
                         recorded(recording, broker, tasks) as kept,
                         _ended(supervisor),
                     ):
+                        await forget_missing(broker, now=time.time())
                         start = await _announce_start(config, broker, prepared_digest(folder))
                         endpoints = _endpoints(config, folder, url, settings)
                         progress = Progress(config)

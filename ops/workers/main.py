@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
 import anyio
@@ -23,7 +24,9 @@ from ops.supervise.process import EXIT_GIVEN_UP
 from ops.wiring import run_service
 from ops.workers.context import WorkerContext
 from ops.workers.prepare import prepare
+from ops.workers.slots import claim_slot
 from pipeline.logs import set_up_logs
+from pipeline.presence import PresenceLease
 
 log = structlog.get_logger("headrace.worker")
 
@@ -46,7 +49,12 @@ async def run_worker(stages: Sequence[str], folder: RunFolder, engine: EngineCho
     plan = chosen_engine(engine, config.engine) if "engine" in stages else None
     async with connect_to(endpoints, name="+".join(stages)) as broker:
         context = WorkerContext(folder, config, endpoints, broker, engine=plan)
-        async with until_stopped(partial(_drain, context)), anyio.create_task_group() as background:
+        async with (
+            until_stopped(partial(_drain, context)),
+            anyio.create_task_group() as background,
+            _present(context, stages) as presence,
+        ):
+            background.start_soon(presence.keep)
             background.start_soon(context.announce_reports)
             background.start_soon(context.broker.follow_shares)
             if config.metrics.port:
@@ -54,8 +62,17 @@ async def run_worker(stages: Sequence[str], folder: RunFolder, engine: EngineCho
             async with anyio.create_task_group() as services:
                 for stage in stages:
                     services.start_soon(run_service, stage, context)
+            await presence.leave()
             background.cancel_scope.cancel()
         return not context.draining.is_set()
+
+
+@asynccontextmanager
+async def _present(context: WorkerContext, stages: Sequence[str]) -> AsyncGenerator[PresenceLease]:
+    """A lease in a slot that no other living process of this machine has, and that a successor takes up."""
+    name = f"presence.{'+'.join(stages)}"
+    with claim_slot(context.folder.path / "workers", name) as slot:
+        yield PresenceLease(context.broker, slot.name.removeprefix("presence."), stages, now=context.now)
 
 
 def _drain(context: WorkerContext) -> None:
