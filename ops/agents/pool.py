@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import subprocess
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import Final, Literal
 
 import anyio
-import anyio.abc
 import msgspec
 import structlog
-from anyio.streams.buffered import BufferedByteReceiveStream
 
 from ops.agents.process import LINE_LIMIT_BYTES
+from ops.line_pool import STOP_S, LinePool, LineProgram, LineWorker
 from schemas.errors import ConfigError
 
 log = structlog.get_logger("headrace.agents")
@@ -31,7 +29,6 @@ _PROCESS_FILE: Final = Path(__file__).with_name("process.py")
 _LEASH_FILE: Final = Path(__file__).parents[1] / "arena" / "leash.py"
 _START_S: Final = 120.0
 """How long a process may take to import the agent, and a job may wait for one."""
-_STOP_S: Final = 5.0
 _RESTART_S: Final = 0.5
 """Between two starts, so that an agent that always kills its process does not keep the machine busy."""
 
@@ -82,35 +79,16 @@ class _Started(msgspec.Struct, frozen=True, kw_only=True):
     failed: str = ""
 
 
-class _Worker:
-    def __init__(self, process: anyio.abc.Process) -> None:
-        self.process: Final = process
-        self.waiting: Final[dict[str, asyncio.Future[AgentAnswer]]] = {}
-        self.write_lock: Final = anyio.Lock()
-
-    async def say(self, order: Mapping[str, object]) -> None:
-        """Raises BrokenResourceError or ClosedResourceError when the process is gone."""
-        if self.process.stdin is not None:
-            async with self.write_lock:
-                await self.process.stdin.send(msgspec.json.encode(order) + b"\n")
-
-
 class AgentPool:
     """Plays jobs on the least busy process; open with `open_pool`."""
 
     def __init__(self, program: AgentProgram) -> None:
         self._program: Final = program
-        self._workers: Final[list[_Worker]] = []
-        self._warm = anyio.Event()
+        self._pool: Final = LinePool(_line_program(program), program.num_processes)
         self._numbers: Final = itertools.count()
-
-    def pids(self) -> list[int]:
-        """Of the processes (of their leashes)."""
-        return [worker.process.pid for worker in self._workers]
-
-    async def warm(self) -> None:
-        """Wait until a process is ready."""
-        await self._warm.wait()
+        self.pids: Final = self._pool.pids
+        self.warm: Final = self._pool.warm
+        self.run: Final = self._pool.run
 
     async def play(self, call: AgentCall, *, timeout_s: float, over: anyio.Event) -> AgentAnswer:
         """Play an episode to its end, its time limit, or `over`, whichever comes first."""
@@ -127,88 +105,29 @@ class AgentPool:
             raise ConfigError(f"stream {self._program.name!r}: its tasks can't be listed: {answer.end} {answer.error}")
         return answer.rows
 
-    async def run(self) -> None:
-        """Keep all processes running until cancelled.
-
-        Raises:
-            ConfigError: the agent can't be loaded.
-        """
-        async with anyio.create_task_group() as tasks:
-            for _ in range(self._program.num_processes):
-                tasks.start_soon(self._keep_worker)
-
     async def _do(self, order: Mapping[str, object], *, timeout_s: float, over: anyio.Event) -> AgentAnswer:
-        with anyio.move_on_after(_START_S):
-            await self._warm.wait()
-        if not self._workers:
+        worker = await self._pool.least_busy()
+        if worker is None:
             return AgentAnswer(end="died", error=f"no process of stream {self._program.name!r} is running")
-        worker = min(self._workers, key=lambda candidate: len(candidate.waiting))
         job = str(next(self._numbers))
-        future: asyncio.Future[AgentAnswer] = asyncio.get_running_loop().create_future()
-        worker.waiting[job] = future
-        try:
-            await worker.say({"id": job, **order})
-            if await _within(future, timeout_s, over):
-                return future.result()
-            await self._cancel(worker, job, future)
-            return AgentAnswer(end="cancelled" if over.is_set() else "timeout")
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            return _died(worker)
-        finally:
-            worker.waiting.pop(job, None)
+        with self._pool.awaiting(worker, job) as answer:
+            try:
+                await worker.say(msgspec.json.encode({"id": job, **order}))
+                if await _within(answer, timeout_s, over):
+                    return answer.result()
+                await self._cancel(worker, job, answer)
+                return AgentAnswer(end="cancelled" if over.is_set() else "timeout")
+            except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+                return self._pool.died(worker, job)
 
-    async def _cancel(self, worker: _Worker, job: str, future: asyncio.Future[AgentAnswer]) -> None:
+    async def _cancel(self, worker: LineWorker[AgentAnswer], job: str, answer: asyncio.Future[AgentAnswer]) -> None:
         """Tell an episode to end; an agent that does not listen costs its process."""
-        await worker.say({"id": job, "cancel": True})
-        if not await _within(future, _STOP_S, anyio.Event()):
+        await worker.say(msgspec.json.encode({"id": job, "cancel": True}))
+        if not await _within(answer, STOP_S, anyio.Event()):
             log.warning("an agent does not end when cancelled; its process is ended", stream=self._program.name)
-            self._retire(worker)
+            self._pool.retire(worker)
             with suppress(ProcessLookupError):
                 worker.process.terminate()
-
-    def _retire(self, worker: _Worker) -> None:
-        """Give it no further job; those that find no process wait for the next."""
-        if worker in self._workers:
-            self._workers.remove(worker)
-        if not self._workers and self._warm.is_set():
-            self._warm = anyio.Event()
-
-    async def _keep_worker(self) -> None:
-        warm_once = False
-        while True:
-            async with _process(self._program) as process:
-                worker = _Worker(process)
-                failed = await self._serve(worker)
-            warm_once |= not failed
-            self._retire(worker)
-            for future in worker.waiting.values():
-                if not future.done():
-                    future.set_result(_died(worker))
-            if not warm_once:
-                raise ConfigError(f"streams.{self._program.name}.agent: {self._program.agent!r} can't be run: {failed}")
-            log.warning("an agent process ended; starting another", stream=self._program.name, code=process.returncode)
-            await anyio.sleep(_RESTART_S)
-
-    async def _serve(self, worker: _Worker) -> str:
-        """Settle jobs until the process ends; why it never became ready, or an empty string."""
-        if worker.process.stdout is None:
-            return "it has no output pipe"
-        lines = BufferedByteReceiveStream(worker.process.stdout)
-        started = _Started(failed=f"its process did not become ready within {_START_S:g} s")
-        with suppress(anyio.EndOfStream, anyio.IncompleteRead, anyio.ClosedResourceError):
-            with anyio.move_on_after(_START_S):
-                started = _Started(failed="its process ended at its start")
-                started = msgspec.json.decode(await lines.receive_until(b"\n", LINE_LIMIT_BYTES), type=_Started)
-            if not started.ready:
-                return started.failed
-            self._workers.append(worker)
-            self._warm.set()
-            while True:
-                answer = msgspec.json.decode(await lines.receive_until(b"\n", LINE_LIMIT_BYTES), type=AgentAnswer)
-                future = worker.waiting.get(answer.id)
-                if future is not None and not future.done():
-                    future.set_result(answer)
-        return "" if started.ready else started.failed
 
 
 async def _within(future: asyncio.Future[AgentAnswer], timeout_s: float, over: anyio.Event) -> bool:
@@ -221,10 +140,6 @@ async def _within(future: asyncio.Future[AgentAnswer], timeout_s: float, over: a
     return future.done()
 
 
-def _died(worker: _Worker) -> AgentAnswer:
-    return AgentAnswer(end="died", error=f"the agent's process ended (code {worker.process.returncode})")
-
-
 @asynccontextmanager
 async def open_pool(program: AgentProgram) -> AsyncGenerator[AgentPool]:
     """A pool whose processes live as long as the context."""
@@ -235,32 +150,47 @@ async def open_pool(program: AgentProgram) -> AsyncGenerator[AgentPool]:
         tasks.cancel_scope.cancel()
 
 
-@asynccontextmanager
-async def _process(program: AgentProgram) -> AsyncGenerator[anyio.abc.Process]:
+def _line_program(program: AgentProgram) -> LineProgram[AgentAnswer]:
     settings: dict[str, object] = {
         "agent": program.agent,
         "adapter": program.adapter,
         "args": program.args,
         "paths": _paths(program),
     }
-    command = [
-        *(sys.executable, "-S", "-E", str(_LEASH_FILE), str(os.getpid())),
-        # -P: the file's own folder must not shadow the user's modules.
-        *(program.python or sys.executable, "-P", str(_PROCESS_FILE), msgspec.json.encode(settings).decode()),
-    ]
-    process = await anyio.open_process(command, stdin=subprocess.PIPE, stderr=None, env=program.envs)
-    try:
-        yield process
-    finally:
-        with anyio.CancelScope(shield=True):
-            if process.returncode is None:
-                process.terminate()
-            with anyio.move_on_after(_STOP_S):
-                await process.wait()
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            await process.aclose()
+
+    def cannot_start(reason: str) -> ConfigError:
+        return ConfigError(f"streams.{program.name}.agent: {program.agent!r} can't be run: {reason}")
+
+    return LineProgram(
+        program.name,
+        [
+            *(sys.executable, "-S", "-E", str(_LEASH_FILE), str(os.getpid())),
+            # -P: the file's own folder must not shadow the user's modules.
+            *(program.python or sys.executable, "-P", str(_PROCESS_FILE), msgspec.json.encode(settings).decode()),
+        ],
+        program.envs,
+        greeting=_greeting,
+        answer=_answer,
+        died=_died,
+        cannot_start=cannot_start,
+        line_limit_bytes=LINE_LIMIT_BYTES,
+        start_s=_START_S,
+        restart_s=_RESTART_S,
+    )
+
+
+def _greeting(line: bytes) -> str:
+    started = msgspec.json.decode(line, type=_Started)
+    return "" if started.ready else started.failed or "it said nothing of being ready"
+
+
+def _answer(line: bytes) -> tuple[str, AgentAnswer]:
+    answer = msgspec.json.decode(line, type=AgentAnswer)
+    return answer.id, answer
+
+
+def _died(job: str, code: int | None) -> AgentAnswer:
+    return AgentAnswer(end="died", id=job, error=f"the agent's process ended (code {code})")
 
 
 def _paths(program: AgentProgram) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from io import StringIO
 from typing import ClassVar, Final
 
@@ -23,12 +24,15 @@ from ops.logtools.tap import Tapped, follow_filters, is_about, tapped
 from ops.logtools.why import why
 from schemas.errors import SchemaError
 
+Fill = Callable[[RichLog, int], Awaitable[None]]
+"""Writes a text, given its width in columns."""
+
 _VALUE_CHARS: Final = 60
 _IN_THE_KEY: Final = frozenset({"group", "slot", "attempt", "launch_try", "session", "ordinal"})
 
 
 class _Overlay(ModalScreen[None]):
-    """A scrolling text over everything; Escape goes back."""
+    """A scrolling text over everything, written by a function of it; Escape goes back."""
 
     CSS = """
     _Overlay { background: $background; }
@@ -36,10 +40,10 @@ class _Overlay(ModalScreen[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "back", "back", key_display="esc")]
 
-    def __init__(self, broker: Broker, group: str) -> None:
+    def __init__(self, group: str, fill: Fill) -> None:
         super().__init__()
-        self._broker = broker
-        self._group = group
+        self.group = group
+        self._writes = fill
 
     def compose(self) -> ComposeResult:
         """The text and the keys."""
@@ -48,22 +52,16 @@ class _Overlay(ModalScreen[None]):
 
     def on_mount(self) -> None:
         """Begin."""
-        self._text().border_title = self._group
-        self._text().focus()
-        self.run_worker(self._fill(), exclusive=True)
+        text = self.query_one(RichLog)
+        text.border_title = self.group
+        text.focus()
+        self.run_worker(self._fill(text), exclusive=True)
 
-    def _text(self) -> RichLog:
-        return self.query_one(RichLog)
-
-    async def _fill(self) -> None:
+    async def _fill(self, text: RichLog) -> None:
         try:
-            await self.fill()
+            await self._writes(text, max(40, self.size.width - 4))
         except (BrokerError, SchemaError) as error:
-            self._text().write(Text(str(error), style="red"))
-
-    async def fill(self) -> None:
-        """Write the text."""
-        raise NotImplementedError
+            text.write(Text(str(error), style="red"))
 
     def action_back(self) -> None:
         """To the screen below."""
@@ -73,34 +71,35 @@ class _Overlay(ModalScreen[None]):
 class WhyScreen(_Overlay):
     """`headrace why` of a group."""
 
-    async def fill(self) -> None:
-        life = await why(LiveSource(self._broker), parse_name(self._group))
-        width = max(40, self.size.width - 4)
-        drawn = StringIO()
-        print_life(
-            life, Console(file=drawn, width=width, force_terminal=True, color_system="truecolor", highlight=False)
-        )
-        self._text().write(Text.from_ansi(drawn.getvalue()))
+    def __init__(self, broker: Broker, group: str) -> None:
+        async def fill(text: RichLog, width: int) -> None:
+            life = await why(LiveSource(broker), parse_name(group))
+            drawn = StringIO()
+            print_life(
+                life, Console(file=drawn, width=width, force_terminal=True, color_system="truecolor", highlight=False)
+            )
+            text.write(Text.from_ansi(drawn.getvalue()))
+
+        super().__init__(group, fill)
 
 
 class FollowScreen(_Overlay):
     """`headrace tap --follow` of a group's episodes, from its issue on."""
 
     def __init__(self, broker: Broker, group: str, *, issued_sequence: int, live: bool) -> None:
-        super().__init__(broker, group)
-        self._after = issued_sequence - 1
-        self._live = live
+        async def fill(text: RichLog, width: int) -> None:
+            del width
+            subject = parse_name(group)
+            wanted = tuple(follow_filters(broker.run, subject))
+            about = is_about(subject)
+            text.auto_scroll = True
+            async with broker.read(apart(wanted), after_sequence=issued_sequence - 1, follow=live) as records:
+                async for record in records:
+                    told = tell(record)
+                    if any_matches(wanted, record.subject) and about(told):
+                        text.write(_line(tapped(told)))
 
-    async def fill(self) -> None:
-        subject = parse_name(self._group)
-        wanted = tuple(follow_filters(self._broker.run, subject))
-        about = is_about(subject)
-        self._text().auto_scroll = True
-        async with self._broker.read(apart(wanted), after_sequence=self._after, follow=self._live) as records:
-            async for record in records:
-                told = tell(record)
-                if any_matches(wanted, record.subject) and about(told):
-                    self._text().write(_line(tapped(told)))
+        super().__init__(group, fill)
 
 
 def _line(seen: Tapped) -> Text:

@@ -98,7 +98,7 @@ async def test_an_episode_that_nobody_needs_any_more_is_cancelled(open_agent, pl
 
 
 async def test_an_agent_that_blocks_its_process_costs_that_process(open_agent, play, monkeypatch) -> None:
-    monkeypatch.setattr("ops.agents.pool._STOP_S", 0.1)
+    monkeypatch.setattr("ops.agents.pool.STOP_S", 0.1)
     async with open_agent() as pool:
         assert (await play(pool, {"do": "block"}, timeout_s=0.05)).end == "timeout"
         assert (await play(pool, {"do": "return", "value": 1})).reward == 1.0

@@ -57,7 +57,7 @@ async def test_g_explains_the_chosen_group(small):
         then=lambda app: bool(app.screen.query(RichLog)) and app.screen.query_one(RichLog).lines,
     )
     assert isinstance(screen, WhyScreen)
-    assert screen._group == "g0000004"
+    assert screen.group == "g0000004"
     assert rows > 5
 
 
