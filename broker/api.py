@@ -297,3 +297,11 @@ class Broker(Protocol):
     async def purge_below(self, sequence: int, *, pattern: str = "") -> int:
         """Drop the messages below `sequence`, with `pattern` only those whose subject it matches; how many there were."""
         ...
+
+
+class Mirror(Protocol):
+    """Another broker's end, where records are copied to."""
+
+    async def publish_all(self, records: list[Record]) -> None:
+        """Publish in order; returns when all are confirmed: at least once each."""
+        ...

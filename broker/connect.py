@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import ModuleType
 
-from broker.api import Broker
+from broker.api import Broker, Mirror
 from broker.errors import BrokerError
 from broker.jetstream import Admin, open_broker, open_link
 from broker.memory import MemoryBroker, MemoryServer
@@ -44,13 +46,39 @@ async def connect(
         yield MemoryBroker(MemoryServer() if memory is None else memory, run)
         return
     if scheme == "amqp":
-        from broker.rabbitmq import open_broker as open_rabbit  # noqa: PLC0415 - only these runs need aio-pika
-
-        async with open_rabbit(urls, run, settings or ConnectSettings(), create=create, limits=limits) as broker:
+        async with _rabbitmq().open_broker(
+            urls, run, settings or ConnectSettings(), create=create, limits=limits
+        ) as broker:
             yield broker
         return
     async with open_broker(urls, run, settings or ConnectSettings(), create=create, limits=limits) as broker:
         yield broker
+
+
+def open_mirror(url: str, settings: ConnectSettings, exchange: str) -> AbstractAsyncContextManager[Mirror]:
+    """Where messages can be copied to, for teams that only consume.
+
+    Raises:
+        NotConnectedError, NotAllowedError, BrokerError (a broker that is not RabbitMQ).
+    """
+    urls, scheme = split_url(url)
+    if scheme != "amqp":
+        raise BrokerError(f"expected amqp://… or amqps://… to copy to, found {scheme}://…")
+    return _rabbitmq().open_mirror(urls, settings, exchange)
+
+
+def _rabbitmq() -> ModuleType:
+    """The package that only runs on RabbitMQ need.
+
+    Raises:
+        BrokerError: aio-pika is not installed.
+    """
+    try:
+        return importlib.import_module("broker.rabbitmq")
+    except ModuleNotFoundError as error:
+        if error.name not in ("aio_pika", "aiormq", "pamqp"):
+            raise
+        raise BrokerError("RabbitMQ needs the extra `rabbitmq`: pip install 'headrace[rabbitmq]'") from error
 
 
 @asynccontextmanager
@@ -79,4 +107,6 @@ def split_url(url: str) -> tuple[list[str], str]:
         if schemes and schemes <= kinds:
             return urls, scheme
     found = ", ".join(sorted(f"{scheme}://" if scheme else "no scheme" for scheme in schemes)) or "nothing"
-    raise BrokerError(f"broker URL: expected nats://host:port, tls://…, amqp://…, amqps://… or memory://, found {found}")
+    raise BrokerError(
+        f"broker URL: expected nats://host:port, tls://…, amqp://…, amqps://… or memory://, found {found}"
+    )

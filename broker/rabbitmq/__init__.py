@@ -7,5 +7,6 @@ It must not know JetStream. What holds here and what does not: docs/rabbitmq.md.
 """
 
 from broker.rabbitmq.broker import RabbitBroker, delete_run, open_broker
+from broker.rabbitmq.mirror import open_mirror
 
-__all__ = ["RabbitBroker", "delete_run", "open_broker"]
+__all__ = ["RabbitBroker", "delete_run", "open_broker", "open_mirror"]

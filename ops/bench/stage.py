@@ -2,6 +2,7 @@
 
 `sink` takes messages and acknowledges them; `pass_through` publishes one confirmed message for each. Both run beside the
 bare loops of `broker.jetstream.bare_loops` over the same messages, in turn, in one process, on one embedded server.
+Where a RabbitMQ is installed, the same stages run on it, too: fewer messages, their `ratio` is against JetStream.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Final
 
 import anyio
@@ -23,7 +25,9 @@ from broker.api import Broker, ConsumerSettings
 from broker.connect import connect
 from broker.embedded import EmbeddedServer
 from broker.jetstream.bare_loops import bare_pass_through, bare_sink
+from broker.local_rabbit import LocalRabbit, find_server
 from broker.naming import run_names
+from broker.settings import ConnectSettings
 from broker.topology import RunLimits
 from ops.bench.result import BenchResult, machine
 from pipeline.metrics import Metrics
@@ -35,6 +39,8 @@ from schemas.subjects import Topic
 
 RUN: Final = "bench"
 ROUNDS: Final = 3
+RABBITMQ_SHARE: Final = 5
+"""One in so many of the messages."""
 SIZES: Final = {"1KB": (1024, 20_000), "64KB": (65_536, 1_500)}
 _SETTINGS: Final = RunnerSettings(consumer=ConsumerSettings(prefetch=512, max_bytes=32 * 1024 * 1024))
 
@@ -82,8 +88,32 @@ async def _run() -> BenchResult:
                         metrics[name], reference[name], ratio[name] = await _contest(ours, bare, SIZES[size][1])
         finally:
             await server.stop()
+        if find_server() is not None:
+            for name, per_s in (await _on_rabbitmq(Path(folder) / "rabbitmq")).items():
+                metrics[f"rabbitmq_{name}"] = per_s
+                reference[f"rabbitmq_{name}"] = metrics[name]
+                ratio[f"rabbitmq_{name}"] = round(per_s / float(metrics[name]), 3)
     metrics.update(_decode_figures())
     return BenchResult(name="stage", metrics=metrics, reference=reference, ratio=ratio, machine=machine())
+
+
+async def _on_rabbitmq(folder: Path) -> dict[str, float]:
+    """Messages per second of the same stages on a RabbitMQ of their own."""
+    server = LocalRabbit(folder)
+    await server.start()
+    figures: dict[str, float] = {}
+    try:
+        settings = ConnectSettings(payload_dir=str(folder / "shared"))
+        for size, (_, count) in SIZES.items():
+            less = count // RABBITMQ_SHARE
+            async with connect(server.url, f"{RUN}{size}", settings, create=True) as broker:
+                await fill(broker, size, less)
+                figures[f"sink_{size}_per_s"] = round(less / await time_stage(broker, _sink(size, "sink"), less), 1)
+                seconds = await time_stage(broker, pass_through(size, "pass"), less)
+                figures[f"pass_through_{size}_per_s"] = round(less / seconds, 1)
+    finally:
+        server.kill()
+    return figures
 
 
 Timed = Callable[[str], Awaitable[float]]
@@ -133,16 +163,17 @@ async def _contest(ours: Timed, bare: Timed, count: int) -> tuple[float, float, 
     )
 
 
-async def fill(broker: Broker, size: str) -> None:
-    """Put a size's messages on the log."""
-    size_bytes, count = SIZES[size]
+async def fill(broker: Broker, size: str, count: int = 0) -> None:
+    """Put a size's messages on the log; 0 = as many as there are of it."""
+    size_bytes, all_of_them = SIZES[size]
+    count = count or all_of_them
     topic, body = BLOBS[size], memoryview(np.random.default_rng(0).bytes(size_bytes))
     limiter = anyio.CapacityLimiter(256)
 
     async def publish(ordinal: int) -> None:
         async with limiter:
             message = Blob(size=size, ordinal=ordinal, body=body)
-            await broker.publish(topic.subject(RUN, message), topic.encode(message))
+            await broker.publish(topic.subject(broker.run, message), topic.encode(message))
 
     async with anyio.create_task_group() as tasks:
         for ordinal in range(count):
@@ -169,7 +200,7 @@ def pass_through(size: str, name: str) -> BoundStage[Blob]:
 
 async def time_stage(broker: Broker, bound: BoundStage[Blob], count: int) -> float:
     """Seconds in which a stage takes `count` messages."""
-    metrics = Metrics(RUN, bound.name)
+    metrics = Metrics(broker.run, bound.name)
     runner = StageRunner(bound, broker, metrics, _SETTINGS)
     seconds = 0.0
     async with anyio.create_task_group() as tasks:

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from broker.connect import connect
-from broker.rabbitmq.local import LocalRabbit
+from broker.local_rabbit import LocalRabbit
 from broker.settings import ConnectSettings
 
 _RUNS = itertools.count()

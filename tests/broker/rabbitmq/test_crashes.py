@@ -11,7 +11,7 @@ import pytest
 from broker.api import Broker, ConsumerSettings
 from broker.conformance.asserting import DEADLINE_S, fill, take, take_and_ack, wait_until
 from broker.connect import connect
-from broker.rabbitmq.local import LocalRabbit
+from broker.local_rabbit import LocalRabbit
 from broker.rabbitmq.queues import DELIVERY_LIMIT
 from broker.settings import ConnectSettings
 
