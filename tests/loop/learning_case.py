@@ -42,7 +42,7 @@ from stages.training.ranks import single_rank
 from stages.training.step_backend import StepSettings
 from stages.training.token_advantages import AdvantageSettings
 
-GROUPS, SLOTS, STEPS = 8, 8, 50
+GROUPS, SLOTS, STEPS = 8, 8, 40
 SEEDS = (0, 1, 2)
 
 

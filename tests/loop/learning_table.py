@@ -48,8 +48,8 @@ def _options() -> argparse.Namespace:
 def _run_all(options: argparse.Namespace, found: dict[str, dict[str, list[float]]]) -> None:
     from learning_case import METHODS, SEEDS, STEPS, learn  # noqa: PLC0415 - torch and all, which the page doesn't need
 
-    for name in options.methods or METHODS:
-        for seed in options.seeds or SEEDS:
+    for seed in options.seeds or SEEDS:
+        for name in options.methods or METHODS:
             curves = found.setdefault(name, {})
             if str(seed) in curves:
                 continue

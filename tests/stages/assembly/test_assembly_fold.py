@@ -333,7 +333,13 @@ def test_dropped_groups_are_on_the_next_manifest_once():
 
 
 def test_steps_count_as_trained_once_whoever_trains_them_again():
-    messages = [*whole_group(0, [1, 0]), trained(1), trained(1, generation=2), *whole_group(1, [1, 0]), trained(2)]
+    messages = [
+        *whole_group(0, [1, 0]),
+        trained(1),
+        trained(1, generation=2),
+        *whole_group(1, [1, 0]),
+        trained(2, generation=2),
+    ]
     state, _ = fold_all(AssemblyFold(settings()), messages)
     assert (state.num_groups_trained, state.in_training, state.num_trained) == (2, {}, 2)
 
@@ -517,3 +523,12 @@ def test_a_manifest_s_columns_have_one_entry_a_row():
         if hasattr(column, "as_numpy"):
             assert np.shape(column.as_numpy()) == (3,), name
     assert len(manifest.payload_ids) == len(manifest.row_ids) == 3
+
+
+def test_a_superseded_trainers_step_trains_nothing():
+    fold = AssemblyFold(settings(groups_per_step=1, slots_per_group=2))
+    messages = [message for ordinal in range(4) for message in whole_group(ordinal, [1, 0])]
+    state, _ = fold_all(fold, [*messages, trained(1, 1), trained(2, 2), trained(4, 1)])
+    assert (state.num_trained, state.num_groups_trained) == (2, 2)
+    fold.step(state, trained(3, 2))
+    assert (state.num_trained, state.num_groups_trained) == (3, 3)

@@ -16,6 +16,7 @@ from schemas.messages.sampling import (
     ControlAction,
     Tick,
 )
+from schemas.messages.training import StepTrained
 from stages.sampling.credit import available
 from stages.sampling.fold import SamplingFold
 
@@ -181,3 +182,13 @@ def test_a_stream_whose_groups_are_all_dropped_keeps_its_share() -> None:
     drawn = [issued for issued in run.issued[:100] if issued.stream == "b"]
     assert len(drawn) == 50
     assert {issued.data_id for issued in drawn} == {f"b{number}" for number in range(10)}
+
+
+def test_a_superseded_trainers_step_gives_no_credit():
+    fold = SamplingFold(Run(prompts={"a": 4}).settings)
+    state = fold.initial()
+    for step, generation in ((1, 1), (2, 2), (5, 1)):
+        fold.step(state, StepTrained(step=step, generation=generation, digest="", manifest_id=""))
+    assert state.num_trained == 2
+    fold.step(state, StepTrained(step=3, generation=2, digest="", manifest_id=""))
+    assert state.num_trained == 3

@@ -101,6 +101,23 @@ def lose_a_rank(how: str, timeout_s: float, folder: Path) -> None:
                 raise
 
 
+def lose_a_writer(how: str, timeout_s: float, folder: Path) -> None:
+    """One rank of a group whose rank 1 dies, or stands still, when its part of a checkpoint is written."""
+    with process_group(timeout_s=60.0) as ranks:
+        trainer = backend(folder, ranks, checkpoint_timeout_s=timeout_s)
+        manifest, rows = step_of(1)
+        trainer.train(manifest, {index: rows[index] for index in trainer.rows_needed(manifest)})
+        if ranks.rank == 1:
+            trainer._writer._meet = lambda: os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        started = time.monotonic()
+        try:
+            trainer.save_checkpoint(1, 1)
+        except Exception as error:
+            found = {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - started}
+            (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+            raise
+
+
 def start_ranks(num_ranks: int, work: Callable[[Path], None], folder: Path) -> list[BaseProcess]:
     """Ranks under the environment that torchrun would give them, forked from a process that has torch already."""
     context = _forkserver()

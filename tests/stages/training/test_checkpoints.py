@@ -94,6 +94,27 @@ def test_what_a_superseded_trainer_wrote_beyond_the_fork_is_passed_over_and_prun
     assert (found.record.step, found.record.generation) == (2, 2)
 
 
+def test_what_is_written_beyond_the_fork_counts_no_more_before_the_next_trainer_has_written_anything(case):
+    first = trainer(case)
+    train(first, 1, 2)
+    first.close()
+    second = trainer(case)
+    assert second.resume(2) == 2
+    late = trainer(case, keep_checkpoints=1)
+    train(late, 1, 3)  # the first one, awake again
+    late.close()
+    root = Path(case.folder) / "checkpoints"
+    assert [one.record.step for one in lineage.standing(root)] == [2]
+    third = trainer(case)
+    assert third.resume(3) == 2
+    (root / "fork-g2.json").write_text("{")
+    with structlog.testing.capture_logs() as lines:
+        assert [one.record.step for one in lineage.standing(root)] == [2]
+    assert [line["note"] for line in lines] == ["fork-g2.json"]
+    for backend in (second, third):
+        backend.close()
+
+
 def test_the_newest_are_kept_and_every_so_many_for_good(case):
     backend = trainer(case, keep_every_steps=2)
     train(backend, 1, 5)

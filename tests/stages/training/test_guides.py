@@ -19,9 +19,11 @@ from backend_case import (
 )
 from rank_processes import run_ranks
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
 from training_case import SPEC, plan, step_of
 from transformers import AutoModelForCausalLM
 
+from stages.engine.adapter import merged as put_on
 from stages.learning.losses.config import Distillation, LossConfig
 from stages.learning.losses.kl import KlPenalty
 from stages.learning.losses.ppo import Ppo
@@ -36,6 +38,7 @@ from stages.training.lora import LoraSettings
 from stages.training.placement import WholePlacement
 from stages.training.ranks import single_rank
 from stages.training.token_advantages import AdvantageSettings
+from stages.weight_files.safetensors_file import read_folder
 
 CRITIC = CriticSettings(optimizer=msgspec.structs.replace(OPTIMIZER, lr=1e-2))
 PPO = AdvantageSettings(
@@ -180,6 +183,26 @@ def test_adapters_alone_are_trained_and_exported_merged_and_by_themselves(tmp_pa
     again, _ = open_backend(with_models(case, lora=lora))
     assert again.resume() == 2
     assert again.digest() == backend.digest()
+
+
+def test_an_adapter_is_exported_alone_under_pefts_names_where_engines_take_it(tmp_path, case):
+    lora = LoraSettings(rank=4, alpha=8)
+    backend, _ = open_backend(with_models(case, lora=lora))
+    backend.train(*step_of(1))
+    backend.export_weights(str(tmp_path / "whole"))
+    backend._settings = msgspec.structs.replace(backend._settings, adapter_only=True)
+    backend.export_weights(str(tmp_path / "alone"))
+    backend.close()
+    assert {path.name for path in (tmp_path / "alone").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert not (tmp_path / "alone" / "model.safetensors").exists()
+    assert read_folder(tmp_path / "alone").file == "adapter_model.safetensors"
+    base = load_torch(tmp_path / "policy" / "model.safetensors")
+    found, wanted = put_on(base, tmp_path / "alone"), load_torch(tmp_path / "whole" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted), "engines serve the trainer's own numbers"
 
 
 def test_split_adapters_with_the_base_as_reference_give_the_same_gradients(tmp_path, case):

@@ -6,7 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from ragged_ranks import end_ranks, lose_a_rank, save_with_rank_0s_lease, start_ranks, step_with_lengths, train_over
+from ragged_ranks import (
+    end_ranks,
+    lose_a_rank,
+    lose_a_writer,
+    save_with_rank_0s_lease,
+    start_ranks,
+    step_with_lengths,
+    train_over,
+)
 from training_case import SPEC, backend
 
 from stages.assembly.partition import PartitionSettings, _pack, partition_manifest
@@ -79,3 +87,17 @@ def test_a_lost_rank_ends_the_others_with_a_named_error(how, timeout_s, folder):
         assert f"timeout {timeout_s:g} s" in found["text"]
         assert "Look for the rank whose log ends first" in found["text"]
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(("how", "timeout_s"), [("killed", 20.0), ("stopped", 2.0)])
+def test_a_lost_writer_of_a_checkpoint_ends_the_others_with_a_named_error_and_leaves_no_checkpoint(
+    how, timeout_s, folder
+):
+    processes = start_ranks(2, partial(lose_a_writer, how, timeout_s), folder)
+    assert end_ranks([processes[0]], deadline_s=60.0, lost=[processes[1]]) == [1]
+    found = json.loads((folder / "rank-0.json").read_text(encoding="utf-8"))
+    assert found["error"] == "CollectiveError"
+    assert found["seconds"] <= 30
+    assert "the writing of step-0000001-g1 failed" in found["text"]
+    assert f"timeout {timeout_s:g} s, training.checkpoint_timeout_s" in found["text"]
+    assert not list((folder / "checkpoints").glob("step-*"))

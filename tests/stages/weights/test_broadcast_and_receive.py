@@ -7,12 +7,13 @@ import pytest
 from weights_case import Broadcast, write_weights
 
 from pipeline.errors import PayloadGoneError, RefusedError
+from pipeline.generations import Generations
 from schemas.messages.training import StepTrained, WeightParts, WeightsManifest
 from stages.ports import WeightsRefusedError
 from stages.weight_files.folders import version_folder
 from stages.weight_files.safetensors_file import FILE_NAME, check_against, read_manifest, weights_digest
 from stages.weights.broadcast import broadcast_weights
-from stages.weights.receive import supersedes
+from stages.weights.receive import not_superseded, supersedes
 
 
 def sizes(folder: str) -> dict[str, int]:
@@ -155,3 +156,35 @@ def test_a_file_is_compared_with_itself_without_complaint(tmp_path: Path) -> Non
     check_against(manifest, manifest, "here")
     with pytest.raises(WeightsRefusedError, match="expected a safetensors file"):
         read_manifest(tmp_path / "nothing")
+
+
+async def test_a_superseded_trainers_step_is_neither_published_nor_takes_anything_from_the_store(
+    broadcast: Broadcast,
+) -> None:
+    heard = Generations()
+    stored = {version: await broadcast.publish(version, generation=2) for version in (1, 2, 3)}
+    for published in stored.values():
+        heard.admits(published.generation)
+    write_weights(version_folder(broadcast.dir, 4, 1), 4)
+    late = StepTrained(step=4, generation=1, digest="", manifest_id="")
+    found = await broadcast_weights(
+        late, payloads=broadcast.payloads, shelf=broadcast.shelf, weights_dir=broadcast.dir, generations=heard
+    )
+    assert found == []
+    for version in (2, 3):
+        assert await broadcast.payloads.get(stored[version].parts)
+
+
+async def test_weights_of_a_superseded_trainer_are_never_loaded(broadcast: Broadcast) -> None:
+    before = await broadcast.publish(3, generation=1)
+    fork = await broadcast.publish(3, seed=30, generation=2)
+    late = await broadcast.publish(4, seed=40, generation=1)
+    after = await broadcast.publish(4, seed=41, generation=2)
+    found = []
+    for published in (before, fork, late, after):
+        broadcast.receiver.offer(published)
+        assert await broadcast.receiver.load(broadcast.receiver.wanted)
+        found.append((broadcast.receiver.wanted.version, broadcast.receiver.wanted.generation))
+    assert found == [(3, 1), (3, 2), (3, 2), (4, 2)]
+    assert [(loaded.version, loaded.generation) for loaded in broadcast.said] == [(3, 1), (3, 2), (4, 2)]
+    assert not_superseded([before, fork, late, after]) == [before, fork, after]

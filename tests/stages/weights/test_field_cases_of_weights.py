@@ -63,6 +63,7 @@ def test_a_reader_keeps_its_own_version_only(tmp_path: Path) -> None:
     assert announce_reading(str(tmp_path), "a", 1, 1)
     assert announce_reading(str(tmp_path), "a", 2, 1), "it moved on"
     assert announce_reading(str(tmp_path), "b", 3, 1)
+    assert prune(str(tmp_path), keep_from_version=4, up_to_generation=0) == []
     assert prune(str(tmp_path), keep_from_version=4) == ["v0000001-g1"]
     end_reading(str(tmp_path), "a")
     end_reading(str(tmp_path), "b")
