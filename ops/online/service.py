@@ -114,8 +114,10 @@ class OnlineService:
                     found = await self._try(claim, stream, asked.task)
                 if found is not None:
                     return found
+                if self._view.slots.find(stream, asked.task) is not None:
+                    continue  # it was offered while a claim of ours was void
                 with anyio.move_on_at(deadline_s) as scope:
-                    await self._view.change()
+                    await self._view.offer()
                 if scope.cancelled_caught:
                     self.num_refused += 1
                     return None

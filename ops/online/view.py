@@ -8,6 +8,7 @@ from typing import Any, Final
 import anyio
 
 from pipeline.log import Entry, RunLog
+from schemas.messages.sampling import EpisodeRequested
 from schemas.subjects import Topic
 from schemas.topics import (
     EPISODE_ENDED,
@@ -40,6 +41,7 @@ class SlotView:
         self.sequence = 0
         """Everything of the log up to here is in the slots."""
         self._changed = anyio.Event()
+        self._offered = anyio.Event()
 
     async def follow(self) -> None:
         """Read the log from its beginning, for ever."""
@@ -60,12 +62,15 @@ class SlotView:
         while self.sequence < sequence:
             await self._changed.wait()
 
-    async def change(self) -> None:
-        """Return when another message was taken."""
-        await self._changed.wait()
+    async def offer(self) -> None:
+        """Return when another slot has been asked for."""
+        await self._offered.wait()
 
     def _take(self, entry: Entry) -> None:
         self.slots.take(entry.message, entry.unix_time_s)
         self.sequence = entry.sequence
         self._changed.set()
         self._changed = anyio.Event()
+        if isinstance(entry.message, EpisodeRequested):
+            self._offered.set()
+            self._offered = anyio.Event()
