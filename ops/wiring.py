@@ -13,12 +13,12 @@ from typing import Final
 
 import anyio
 
-from broker.api import ConsumerSettings
 from ops.adapters import LogWeights, published_generations
 from ops.config import assembly_settings, run_streams, sampling_settings
 from ops.evaluations import following
 from ops.store_readers import StoreReaders
 from ops.streams import list_streams
+from ops.topology import FAN_OUT, REWARDS, WEIGHTS, consumer_settings
 from ops.workers.arena import run_arena_launch
 from ops.workers.context import WorkerContext
 from ops.workers.engine import run_engine
@@ -93,7 +93,8 @@ async def _sampling(context: WorkerContext) -> None:
 
 
 async def _fan_out(context: WorkerContext) -> None:
-    runner = StageRunner(bind(fan_out), context.broker, context.metrics("fan_out"))
+    settings = RunnerSettings(consumer=consumer_settings(FAN_OUT, context.config))
+    runner = StageRunner(bind(fan_out), context.broker, context.metrics("fan_out"), settings)
     context.on_drain(runner.drain)
     await runner.run()
 
@@ -117,7 +118,7 @@ async def _rewards(context: WorkerContext) -> None:
             },
         ),
     )
-    settings = RunnerSettings(consumer=ConsumerSettings(prefetch=128))
+    settings = RunnerSettings(consumer=consumer_settings(REWARDS, context.config))
     runner = StageRunner(stage, context.broker, context.metrics("rewards"), settings)
     context.on_drain(runner.drain)
     await runner.run()
@@ -164,7 +165,7 @@ async def _weights(context: WorkerContext) -> None:
         weights_dir=str(context.folder.weights),
         generations=await published_generations(context.log),
     )
-    settings = RunnerSettings(consumer=ConsumerSettings(prefetch=2, ack_wait_s=30.0))
+    settings = RunnerSettings(consumer=consumer_settings(WEIGHTS, context.config))
     runner = StageRunner(stage, context.broker, context.metrics("weights"), settings)
     context.on_drain(runner.drain)
     async with anyio.create_task_group() as tasks:

@@ -41,6 +41,7 @@ from ops.doctor.probe import (
     probe_torch,
 )
 from ops.doctor.servers import probe_servers
+from ops.doctor.topology import check_topology
 from ops.local_arena import local_arena_config
 from ops.run_folder import RunFolder, RunFolderError
 from ops.running.source import find_source
@@ -82,6 +83,7 @@ async def examine(
             environ=environ,
         )
         findings += check_servers(await probe_servers(config))
+        findings += await check_topology(config)
         if config.arena.url != LOCAL:
             findings.append(note("arena", "its streams are not asked here", f"headrace preflight {path}"))
     return findings

@@ -18,8 +18,8 @@ import structlog
 
 from broker.api import Broker
 from broker.connect import connect
+from broker.jetstream import JetStreamBroker
 from broker.settings import ConnectSettings
-from broker.topology import RunLimits
 from ops import VERSION
 from ops.accounts import RunAccount, account
 from ops.arena_access import LOCAL, arena_access, uses_arena
@@ -41,6 +41,7 @@ from ops.secrets import RunSecrets, run_secrets
 from ops.stopping import until_stopped
 from ops.supervise.process import ProcessGivenUpError, ProcessSpec, RestartPolicy, python
 from ops.supervise.supervisor import Supervisor
+from ops.topology import declared_topology, limits_of
 from pipeline.log import RunLog
 from pipeline.presence import forget_missing
 from schemas.errors import ConfigError
@@ -105,7 +106,7 @@ async def run(
                 await _prepare(folder, supervisor, stopped)
                 async with run_broker(config, folder, tasks) as (url, settings):
                     async with (
-                        connect(url, config.run.id, settings, create=True, limits=_limits(config)) as broker,
+                        connect(url, config.run.id, settings, create=True, limits=limits_of(config)) as broker,
                         recorded(recording, broker, tasks) as kept,
                         _ended(supervisor),
                     ):
@@ -180,12 +181,14 @@ async def _prepare(folder: RunFolder, supervisor: Supervisor, stopped: anyio.Eve
         raise RunInterruptedError("interrupted while the policy was made ready; the same command starts again")
 
 
-def _limits(config: RunConfig) -> RunLimits:
-    return RunLimits(
-        log_max_bytes=config.broker.max_bytes,
-        payload_max_bytes=config.broker.max_payload_store_bytes,
-        replicas=config.broker.replicas,
-    )
+async def _declare_durables(config: RunConfig, broker: Broker) -> None:
+    """Make the durables before any worker starts.
+
+    Raises:
+        TopologyError: one stands there with other settings.
+    """
+    if isinstance(broker, JetStreamBroker):
+        await broker.admin.apply(declared_topology(config))
 
 
 def _endpoints(config: RunConfig, folder: RunFolder, url: str, settings: ConnectSettings) -> Endpoints:
@@ -215,6 +218,7 @@ async def _announce_start(config: RunConfig, broker: Broker, policy_digest: str)
     Raises:
         ConfigError: the run was begun with other settings.
     """
+    await _declare_durables(config, broker)
     run_log = RunLog(broker)
     ordinal, fingerprint = 0, fold_digest(config)
     while (former := await run_log.find(RUN_STARTED, ordinal)) is not None:

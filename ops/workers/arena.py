@@ -9,13 +9,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import anyio
 import msgspec
 
-from broker.api import ConsumerSettings
 from ops.adapters import LogLaunches, LogRecorder
 from ops.agents.runner import ADAPTERS, open_agents
 from ops.arena_access import arena_access
 from ops.config import run_streams
 from ops.secrets import GENERATION_KEY_ENV
 from ops.session_calls import RemoteSessions
+from ops.topology import consumer_settings
 from ops.workers.context import WorkerContext
 from ops.workers.orphans import unused_names
 from ops.workers.slots import WorkerSlot, claim_slot
@@ -67,8 +67,7 @@ async def run_arena_launch(context: WorkerContext) -> None:
             msgspec.structs.replace(stage, name=STAGE, concurrency=slots),
             context.broker,
             metrics,
-            # Prefetched work of a dead worker comes back after ack_wait: hold no more than can be worked on.
-            RunnerSettings(consumer=ConsumerSettings(ack_wait_s=8.0, prefetch=slots)),
+            RunnerSettings(consumer=consumer_settings(STAGE, config)),
         )
         context.on_drain(runner.drain)
         await runner.run()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from broker.api import CollectablePayloads, PayloadStore
 from ops.config import RunConfig
 from ops.retention.owner import Readers, RetentionOwner
+from ops.topology import durables_of
 from ops.workers.context import WorkerContext
 from pipeline.fold import FoldSettings
 from schemas.errors import ConfigError
-
-_STAGES: Final = ("fan_out", "arena_launch", "map_rewards")
-"""Stages that take from durables of their own name."""
 
 
 async def run_retention(context: WorkerContext) -> None:
@@ -30,11 +26,8 @@ async def run_retention(context: WorkerContext) -> None:
 
 def readers(config: RunConfig) -> Readers:
     """Who reads the log of a run with this config."""
-    if config.run.from_run:
-        return Readers(folds=("assembly",), durables=(), trains=True)
-    if config.run.rollout_only:
-        return Readers(folds=("sampling", "assembly"), durables=_STAGES, trains=False)
-    return Readers(folds=("sampling", "assembly"), durables=(*_STAGES, "broadcast_weights"), trains=True)
+    folds = ("assembly",) if config.run.from_run else ("sampling", "assembly")
+    return Readers(folds=folds, durables=durables_of(config), trains=not config.run.rollout_only)
 
 
 def fold_settings(config: RunConfig) -> FoldSettings:
