@@ -24,6 +24,7 @@ def check_training(training: TrainingSection, *, estimator: str, steps: int | No
     _one_of("training.fsdp2.reduce_dtype", training.fsdp2.reduce_dtype, _DTYPES)
     _one_of("training.schedule", training.schedule, ("constant", "linear", "cosine"))
     _one_of("training.critic.form", training.critic.form, ("mse", "huber"))
+    _one_of("training.lora.publish", training.lora.publish, ("auto", "adapter", "merged"))
     for name, value, least in (
         ("keep_checkpoints_every_steps", training.keep_checkpoints_every_steps, 0),
         ("mismatch_kl_warning", training.mismatch_kl_warning, 0),

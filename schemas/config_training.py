@@ -57,3 +57,7 @@ class LoraSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dropout: float = 0.0
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers, as the model's modules end."""
+    publish: str = "auto"
+    """What engines get: `adapter` (they put it on version 0), `merged` (whole weights, the adapter beside them), or `auto`:
+    the adapter where the engine takes one (builtin).
+    """

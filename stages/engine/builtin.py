@@ -10,7 +10,7 @@ then hand the tokens out. Nothing else touches the sampler while a hop is in the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -72,8 +72,11 @@ class _Swap(msgspec.Struct, frozen=True):
 class BuiltinEngine:
     """Made by `builtin_engine`."""
 
-    def __init__(self, name: str, shape: ModelShape, sampler: Sampler, settings: BuiltinEngineSettings) -> None:
+    def __init__(
+        self, name: str, folder: str | Path, shape: ModelShape, sampler: Sampler, settings: BuiltinEngineSettings
+    ) -> None:
         self._name = name
+        self._folder = folder
         self._shape = shape
         self._sampler = sampler
         self._settings = settings
@@ -175,8 +178,19 @@ class BuiltinEngine:
                 weights still serve.
             EngineUnavailableError: The engine failed.
         """
+        await self._load(lambda: read_weights(directory, self._shape), version, mode)
+
+    async def load_adapter(self, directory: str, version: int, mode: SwapMode) -> None:
+        """Serve the folder it was started with, with the LoRA adapter of a folder on it, from now on.
+
+        Raises:
+            WeightsRefusedError, EngineUnavailableError: as `load_weights`.
+        """
+        await self._load(lambda: read_weights(self._folder, self._shape, adapter=directory), version, mode)
+
+    async def _load(self, read: Callable[[], Weights], version: int, mode: SwapMode) -> None:
         async with self._swap_turn:
-            weights = await anyio.to_thread.run_sync(read_weights, directory, self._shape)
+            weights = await anyio.to_thread.run_sync(read)
             if self._failure:
                 raise EngineUnavailableError(f"engine {self._name} failed: {self._failure}")
             swap = _Swap(weights, version, mode, anyio.Event())
@@ -326,7 +340,9 @@ async def builtin_engine(
     """
     shape = await anyio.to_thread.run_sync(read_shape, folder)
     weights = await anyio.to_thread.run_sync(read_weights, folder, shape)
-    engine = BuiltinEngine(name, shape, Sampler(weights, num_slots=settings.num_slots, version=version), settings)
+    engine = BuiltinEngine(
+        name, folder, shape, Sampler(weights, num_slots=settings.num_slots, version=version), settings
+    )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine._run)  # noqa: SLF001 - the loop is not for callers  # pyright: ignore[reportPrivateUsage]
         try:

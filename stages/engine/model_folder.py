@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from stages.engine.adapter import merged
 from stages.learning.qwen3 import ModelShape, ShapeError, Weights, check_tensors, fuse, shape_from_config
 from stages.ports import WeightsRefusedError
 
@@ -26,8 +27,11 @@ def read_shape(folder: str | Path) -> ModelShape:
         raise WeightsRefusedError(f"{path}: {error}") from error
 
 
-def read_weights(folder: str | Path, shape: ModelShape) -> Weights:
+def read_weights(folder: str | Path, shape: ModelShape, *, adapter: str | Path | None = None) -> Weights:
     """All tensors of the folder's safetensors files; names and shapes are checked from the headers before any is read.
+
+    Args:
+        adapter: folder of a LoRA adapter that is put on them.
 
     Raises:
         WeightsRefusedError: Files missing or damaged, tensors missing or of another shape, or numbers that are not finite.
@@ -45,6 +49,8 @@ def read_weights(folder: str | Path, shape: ModelShape) -> Weights:
         for file in files:
             with safe_open(file, framework="pt") as tensors:
                 state |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        if adapter is not None:
+            state = merged(state, adapter)
         weights = fuse(shape, state)
     except (OSError, SafetensorError, ShapeError) as error:
         raise WeightsRefusedError(f"{folder}: {error}") from error

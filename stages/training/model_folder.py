@@ -66,7 +66,12 @@ def write_folder(
             shutil.copytree(extras, part, dirs_exist_ok=True)
         save_file(dict(tensors), part / _WEIGHTS, metadata={"format": "pt"})
         (part / _WEIGHTS).chmod(0o644)
-        shutil.rmtree(target, ignore_errors=True)
-        part.replace(target)
+        put_folder(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def put_folder(part: Path, folder: str | Path) -> None:
+    """Let a folder that is complete take the place of what is there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    part.replace(folder)

@@ -30,7 +30,8 @@ from stages.training.checkpoint_writer import WRITE_TIMEOUT_S, CheckpointWriter
 from stages.training.checkpoints import Position
 from stages.training.errors import CheckpointError, TrainingError
 from stages.training.guides import Guides
-from stages.training.model_folder import digest, write_folder
+from stages.training.lora import ADAPTER_FOLDER
+from stages.training.model_folder import digest, put_folder, write_folder
 from stages.training.passes import Passes, WholePasses
 from stages.training.placement import Placement
 from stages.training.policies import Policy
@@ -60,6 +61,8 @@ class StepSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     loss: LossConfig = LossConfig()
     export_dtype: str = ""
     """Of exported weights, e.g. bfloat16; empty: as they are trained."""
+    adapter_only: bool = False
+    """Export the adapter alone: engines put it on version 0. Needs a policy with one."""
     peak_tflops: float = 0.0
     """Peak of one device; 0: known by its name, or not at all."""
 
@@ -241,13 +244,18 @@ class StepBackend:
         return lineage.resumable_steps(Path(self._settings.checkpoint_dir), keep=self._settings.keep_checkpoints)
 
     def export_weights(self, folder: str) -> None:
-        """An ordinary HF folder, visible only when complete; adapters in a folder inside it."""
-        tensors = self._whole_tensors()
+        """An ordinary HF folder, visible only when complete; adapters in a folder inside it. Or the adapter's folder alone."""
         extras = Path(f"{folder}.extras")
         with self._ranks.collective("the export of weights"):
             self._policy.write_extras(extras)
+        if self._settings.adapter_only:
+            if self.rank == 0:
+                put_folder(extras / ADAPTER_FOLDER, folder)
+        else:
+            tensors = self._whole_tensors()
+            if self.rank == 0:
+                write_folder(tensors, self._settings.model_folder, folder, extras=extras if extras.is_dir() else None)
         if self.rank == 0:
-            write_folder(tensors, self._settings.model_folder, folder, extras=extras if extras.is_dir() else None)
             shutil.rmtree(extras, ignore_errors=True)
         self._ranks.barrier()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ops.config import assembly_settings, decode_config
-from ops.workers.torch_trainer import check_learning, model_settings, optimizer_settings
+from ops.workers.torch_trainer import check_learning, model_settings, optimizer_settings, publishes_adapter
 from schemas.errors import ConfigError
 from stages.learning.update import learning_rate
 
@@ -35,6 +35,7 @@ GAE = {"assembly": {"estimator": {"name": "gae"}}}
         ),
         ({"backend": "megatron", "lora": {"enabled": True}}, {}, r"training\.lora\.enabled: backend megatron has none"),
         ({"lora": {"rank": 0}}, {}, r"training\.lora\.rank: expected at least 1"),
+        ({"lora": {"publish": "both"}}, {}, r"training\.lora\.publish: expected one of 'auto', 'adapter', 'merged'"),
     ],
 )
 def test_what_can_not_work_is_refused_without_torch(training, sections, words):
@@ -79,6 +80,20 @@ def test_a_whole_ppo_run_can_be_configured():
     assert models.lora is not None
     assert models.lora.rank == 8
     assert models.advantages.unit == "turn"
+
+
+@pytest.mark.parametrize(
+    ("publish", "kind", "alone"),
+    [("auto", "builtin", True), ("adapter", "builtin", True), ("merged", "builtin", False), ("auto", "vllm", False)],
+)
+def test_an_adapter_is_published_alone_where_the_engine_takes_it(publish, kind, alone):
+    found = config({"lora": {"enabled": True, "publish": publish}}, engine={"kind": kind})
+    assert publishes_adapter(found) is alone
+
+
+def test_an_adapter_for_a_server_whose_client_takes_none_is_refused_before_the_run_starts():
+    with pytest.raises(ConfigError, match=r"engine\.kind = sglang loads whole weights only"):
+        check_learning(config({"lora": {"enabled": True, "publish": "adapter"}}, engine={"kind": "sglang"}))
 
 
 def test_reusing_the_updates_own_logprobs_makes_one_mini_batch_of_a_step():
