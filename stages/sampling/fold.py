@@ -25,7 +25,6 @@ from pipeline.stage import AnyTopic
 from schemas.ids import group_id
 from schemas.messages.sampling import (
     Control,
-    ControlAction,
     GroupClosed,
     PromptPublished,
     Retain,
@@ -50,7 +49,8 @@ from schemas.topics import (
     STEP_TRAINED,
     STREAM_LISTED,
 )
-from stages.sampling.credit import Credit, available
+from stages.sampling.counting import assemble, close_group, credit_of, obey, train
+from stages.sampling.credit import Credit, what_frees
 from stages.sampling.evaluation import EvaluationPlan, EvaluationState, most_at_once, next_row, see_version
 from stages.sampling.issuing import evaluation_group, training_group
 from stages.sampling.mixture import Mixture, MixtureStream, draw, plan_mixture, start
@@ -109,13 +109,13 @@ class SamplingFold:
             case StreamListed() | PromptPublished():
                 self._fill(state, message)
             case GroupClosed():
-                self._close(state, message)
+                close_group(state, message, trains=self._settings.trains)
             case StepAssembled():
-                _assemble(state, message)
+                assemble(state, message)
             case StepTrained():
-                self._train(state, message)
+                train(state, message)
             case Control():
-                self._obey(state, message.action)
+                obey(state, message.action)
             case Tick():
                 state.tick = max(state.tick, message.ordinal)
             case Retain():
@@ -136,6 +136,8 @@ class SamplingFold:
             waits_for = (
                 f"credit, bound by {credit.bound_by}: {len(state.running)} groups running, {len(state.waiting)} waiting"
             )
+            frees = what_frees(credit, running=len(state.running), untrained_step=min(state.steps, default=None))
+            waits_for += f"; {frees} frees some" if frees else ""
         elif turn.waits_for:
             waits_for = f"prompts on stream {', '.join(turn.waits_for)}"
         elif self._settings.open_streams and turn.name is None:
@@ -166,63 +168,8 @@ class SamplingFold:
         elif isinstance(message, StreamListed) and message.stream in self._known:
             state.listed.setdefault(message.stream, message)
 
-    def _close(self, state: SamplingState, closed: GroupClosed) -> None:
-        state.evaluating.pop(closed.group, None)
-        if closed.group not in state.running:
-            return
-        del state.running[closed.group]
-        if closed.usable and self._settings.trains:
-            state.waiting[closed.group] = None
-        elif closed.usable:
-            return
-        else:
-            state.num_groups_dropped += 1
-
-    def _train(self, state: SamplingState, trained: StepTrained) -> None:
-        if trained.generation < state.trainer:  # it was superseded and didn't know it yet
-            return
-        state.trainer = trained.generation
-        if trained.step <= state.num_trained:
-            return
-        state.num_trained = trained.step
-        for step in sorted(state.steps):
-            if step <= trained.step:
-                for group in state.steps.pop(step):
-                    state.num_groups_trained += _remove(state.waiting, group)
-
-    def _obey(self, state: SamplingState, action: ControlAction) -> None:
-        match action:
-            case ControlAction.PAUSE:
-                state.paused = True
-            case ControlAction.RESUME:
-                state.paused = False
-                state.draining = False
-            case ControlAction.DRAIN | ControlAction.STOP:
-                state.draining = True
-
     def _credit(self, state: SamplingState) -> Credit:
-        settings = self._settings
-        if state.paused:
-            return Credit(groups=0, bound_by="paused")
-        if state.draining:
-            return Credit(groups=0, bound_by="draining")
-        limits: list[int] = []
-        if state.max_steps is not None:
-            # A step that is assembled and not trained has its groups among the waiting ones.
-            steps_left = state.max_steps - state.num_trained
-            taken = len(state.running) + len(state.waiting) if settings.trains else state.num_training_issued
-            limits.append(steps_left * settings.groups_per_step - taken)
-        if state.max_epochs is not None and self._mixture is not None:
-            limits.append(state.max_epochs * self._mixture.epoch_size - state.num_training_issued)
-        return available(
-            running=len(state.running),
-            waiting=len(state.waiting),
-            groups_per_step=settings.groups_per_step,
-            max_staleness=settings.max_staleness if settings.trains else None,
-            max_concurrent=settings.max_concurrent_groups - len(state.evaluating),
-            full=state.full,
-            still_needed=min(limits) if limits else None,
-        )
+        return credit_of(self._settings, state, epoch_size=None if self._mixture is None else self._mixture.epoch_size)
 
     def _plan(self, state: SamplingState) -> Mixture | None:
         """The mixture of the listed streams, as soon as all of them are."""
@@ -365,20 +312,3 @@ class SamplingFold:
             if found is None or listed is None or found.due > found.version or found.next_row < listed.num_rows:
                 return True
         return False
-
-
-def _assemble(state: SamplingState, assembled: StepAssembled) -> None:
-    if assembled.step <= state.num_assembled:
-        return
-    state.num_assembled = assembled.step
-    state.steps[assembled.step] = assembled.groups
-    for dropped in assembled.dropped:
-        state.num_groups_dropped += _remove(state.waiting, dropped.group)
-
-
-def _remove(groups: dict[str, None], group: str) -> int:
-    """Take a group out; how many there were (0 or 1)."""
-    if group not in groups:
-        return 0
-    del groups[group]
-    return 1
