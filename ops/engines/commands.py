@@ -44,7 +44,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     """CPU threads (OMP_NUM_THREADS)."""
     stubs: str = ""
-    """Folder of stub packages for SGLang without its GPU kernels, put on PYTHONPATH."""
+    """On CPUs: folder whose sub-folder `vllm` or `sglang` holds what the server lacks there (see cpu_environment); it is put on
+    PYTHONPATH.
+    """
     api_key: str = ""
     """Key that calls must bring; goes into the environment or the command line of the server alone."""
     extra_args: tuple[str, ...] = ()
@@ -70,6 +72,8 @@ def server_command(kind: EngineKind, settings: ServerSettings) -> tuple[list[str
         case _:
             raise ConfigError(f"engine kind {kind}: expected one of {', '.join(SERVER_KINDS)}")
     env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(settings.threads), **env}
+    if settings.stubs and settings.device == "cpu":
+        env["PYTHONPATH"] = f"{settings.stubs}/{kind}"
     if settings.gpu_ids:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpu_ids)
     return [*argv, *settings.extra_args], {**env, **settings.extra_env}
@@ -89,6 +93,8 @@ def _vllm(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
     ]
     if settings.device == "cpu":
         argv += ["--kv-cache-memory-bytes", str(settings.kv_cache_bytes), "--enforce-eager"]
+        if settings.stubs:
+            argv += ["--worker-extension-cls", "headrace_vllm.WholeReload"]
     if len(settings.gpu_ids) > 1:
         argv += ["--tensor-parallel-size", str(len(settings.gpu_ids))]
     # the development mode opens pause, reload and abort
@@ -116,8 +122,6 @@ def _sglang(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     if len(settings.gpu_ids) > 1:
         argv += ["--tp-size", str(len(settings.gpu_ids))]
-    if settings.stubs:
-        env["PYTHONPATH"] = settings.stubs
     if settings.api_key:
         argv += ["--api-key", settings.api_key]
     return argv, env

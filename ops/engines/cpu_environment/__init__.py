@@ -1,7 +1,8 @@
 """The environment in which vLLM and SGLang run on CPUs: made once in a cache folder, found again by every run.
 
     $HEADRACE_CACHE (default ~/.cache/headrace) / engines / venv      Python 3.11, vLLM's CPU build, SGLang without its pins
-                                                          / stubs     what SGLang imports of its GPU kernels, on PYTHONPATH
+                                                          / stubs     sglang: what it imports of its GPU kernels;
+                                                                      vllm: an extension of its workers; on PYTHONPATH
                                                           / made.json the recipe that was followed to its end
 
 `python -m ops.engines.cpu_environment` makes it: some minutes, 3.5 GB. A second call finds it; a call after an
@@ -31,7 +32,10 @@ SGLANG: Final = ("sglang==0.5.23", "orjson", "IPython", "traitlets", "gguf", "so
 UNWANTED: Final = ("torchvision", "torchaudio", "torchcodec")
 """CUDA builds that come along; transformers breaks on them."""
 STUB_DISTRIBUTIONS: Final = {"sglang-kernel": "0.4.9", "torchvision": "0.28.0"}
-_PROBES: Final = ("import vllm.entrypoints.openai.api_server", "import sglang.srt.entrypoints.http_server")
+_PROBES: Final = (
+    "import vllm.entrypoints.openai.api_server, headrace_vllm",
+    "import sglang.srt.entrypoints.http_server",
+)
 
 
 class CpuEnvironmentError(Exception):
@@ -44,7 +48,7 @@ class CpuEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     """Interpreter for both servers."""
     stubs: str
-    """Goes on PYTHONPATH of SGLang."""
+    """Its sub-folder of a server's kind goes on PYTHONPATH of that server."""
 
 
 class _Made(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,8 +111,8 @@ def _make(root: Path, say: Callable[[str], None]) -> None:
     write_stubs(Path(found.stubs))
     say("importing each server once")
     for probe in _PROBES:
-        stubs = {"PYTHONPATH": found.stubs, "SGLANG_USE_CPU_ENGINE": "1"} if "sglang" in probe else {}
-        _run([found.python, "-c", probe], {"HF_HUB_OFFLINE": "1", **stubs})
+        path = str(Path(found.stubs) / ("sglang" if "sglang" in probe else "vllm"))
+        _run([found.python, "-c", probe], {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": path})
     part = root / "made.json.part"
     part.write_bytes(msgspec.json.encode(_Made(recipe=recipe())))
     part.replace(root / "made.json")
@@ -119,7 +123,7 @@ def write_stubs(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(_stub_sources(), folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name, version in STUB_DISTRIBUTIONS.items():
-        metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+        metadata = folder / "sglang" / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
 

@@ -78,6 +78,14 @@ class Dialect(Protocol):
     async def sleep(self, server: Server) -> None: ...
     async def wake(self, server: Server) -> None: ...
 
+    async def check_swaps(self, server: Server) -> None:
+        """Whether this server can take new weights at all.
+
+        Raises:
+            WeightsRefusedError: It would serve a mixture of old and new ones.
+        """
+        ...
+
     async def hold(self, server: Server, mode: SwapMode, drain_timeout_s: float) -> None:
         """Stop sampling, as a swap in this mode wants it; `resume` ends it.
 

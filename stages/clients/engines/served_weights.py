@@ -65,6 +65,7 @@ class ServedWeights:
             WeightsRefusedError: They don't fit, are damaged, or can't be compared.
         """
         if self._layout is None:
+            await self._dialect.check_swaps(self._server)
             try:
                 self._layout = await anyio.to_thread.run_sync(read_layout, self._model_folder)
             except WeightsRefusedError as error:

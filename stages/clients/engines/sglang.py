@@ -177,6 +177,9 @@ class SglangDialect:
         await server.post("/resume_memory_occupation", {}, timeout_s=self._settings.load_timeout_s)
         await self.resume(server)
 
+    async def check_swaps(self, server: Server) -> None:
+        """It always can."""
+
     async def hold(self, server: Server, mode: SwapMode, drain_timeout_s: float) -> None:
         match mode:
             case SwapMode.IN_PLACE:

@@ -16,7 +16,7 @@ from stages.clients.engines.dialect import Event, Load, ServerInfo, decode, fini
 from stages.clients.engines.http import Server, error_of
 from stages.clients.engines.labels import VersionSpan
 from stages.clients.engines.settings import HttpEngineSettings
-from stages.ports import EngineUnavailableError, GenerateRequest, SwapMode
+from stages.ports import EngineUnavailableError, GenerateRequest, SwapMode, WeightsRefusedError
 
 _FINISHES: Final = {
     "stop": FinishReason.STOP,
@@ -28,6 +28,8 @@ _DONE: Final = b"[DONE]"
 _ID_PREFIX: Final = "generate-tokens-"
 """vLLM puts it before the ids of requests to this endpoint, and wants it when they are aborted."""
 _MAX_SEED: Final = 2**63 - 1
+_EXTENSION: Final = "headrace_vllm.WholeReload"
+"""On CPUs vLLM's own reload leaves heads that are tied to the embeddings as they were."""
 _GAUGE: Final = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -77,6 +79,23 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Parallel(msgspec.Struct):
+    worker_extension_cls: str = ""
+
+
+class _Device(msgspec.Struct):
+    device: str | None = None
+
+
+class _Config(msgspec.Struct):
+    parallel_config: _Parallel
+    device_config: _Device
+
+
+class _ServerInfo(msgspec.Struct):
+    vllm_config: _Config
+
+
 class _Success(msgspec.Struct):
     success: bool = False
 
@@ -88,6 +107,7 @@ class VllmDialect:
         self.generate_path: Final = "/inference/v1/generate"
         self._settings: Final = settings
         self._read_chunk: Final = msgspec.json.Decoder(_Chunk)
+        self._reload = "reload_weights"
 
     def generate_body(self, request: GenerateRequest, request_id: str, cache_salt: str) -> dict[str, object]:
         asked = request.settings
@@ -184,6 +204,19 @@ class VllmDialect:
         await server.post("/wake_up", timeout_s=self._settings.load_timeout_s)
         await server.post("/resume")
 
+    async def check_swaps(self, server: Server) -> None:
+        # the first answer takes seconds: vLLM looks at its whole environment for it
+        answer = await server.get("/server_info?config_format=json", timeout_s=self._settings.load_timeout_s)
+        config = decode(answer, _ServerInfo).vllm_config
+        if config.parallel_config.worker_extension_cls == _EXTENSION:
+            self._reload = "reload_weights_and_heads"
+        elif config.device_config.device == "cpu":
+            raise WeightsRefusedError(
+                f"expected vLLM on CPUs to be started with --worker-extension-cls {_EXTENSION}, found "
+                f"{config.parallel_config.worker_extension_cls or 'none'}: without it a head that is tied to the embeddings "
+                "keeps its first weights"
+            )
+
     async def hold(self, server: Server, mode: SwapMode, drain_timeout_s: float) -> None:
         match mode:
             case SwapMode.IN_PLACE | SwapMode.RECOMPUTE:
@@ -198,7 +231,7 @@ class VllmDialect:
                     raise TimeoutError
 
     async def swap(self, server: Server, directory: str, version: int, mode: SwapMode, timeout_s: float) -> None:
-        call: dict[str, object] = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+        call: dict[str, object] = {"method": self._reload, "kwargs": {"weights_path": directory}}
         await server.post("/collective_rpc", call, timeout_s=timeout_s)
         await server.post("/update_weight_version", {"new_version": str(version)})
         # in place, running requests hold their blocks: the reset fails, and the version in each request's salt keeps new

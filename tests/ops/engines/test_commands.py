@@ -24,7 +24,16 @@ def test_vllm_answers_with_ids_and_log_probs_at_the_requests_temperature():
 def test_sglang_without_gpu_kernels_finds_its_stubs_first():
     argv, env = server_command(EngineKind.SGLANG, ServerSettings(model="/m", port=7001, stubs="/s"))
     assert value_after(argv, "--device") == "cpu"
-    assert (env["PYTHONPATH"], env["SGLANG_USE_CPU_ENGINE"]) == ("/s", "1")
+    assert (env["PYTHONPATH"], env["SGLANG_USE_CPU_ENGINE"]) == ("/s/sglang", "1")
+
+
+def test_vllm_on_cpus_has_the_extension_that_packs_tied_heads_again():
+    argv, env = server_command(EngineKind.VLLM, ServerSettings(model="/m", port=7001, stubs="/s"))
+    assert value_after(argv, "--worker-extension-cls") == "headrace_vllm.WholeReload"
+    assert env["PYTHONPATH"] == "/s/vllm"
+    argv, env = server_command(EngineKind.VLLM, ServerSettings(model="/m", port=7001, stubs="/s", device="cuda"))
+    assert "--worker-extension-cls" not in argv
+    assert "PYTHONPATH" not in env
 
 
 @pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])

@@ -61,6 +61,9 @@ class FakeServer:
         self.dying_paths: set[str] = set()
         """Paths whose call closes the connection without an answer."""
         self.loaded: list[str] = []
+        self.device = "cpu"
+        self.worker_extension = "headrace_vllm.WholeReload"
+        self.reload_methods: list[str] = []
 
     # -- HTTP
 
@@ -76,6 +79,7 @@ class FakeServer:
             post("/update_weight_version", self._vllm_label)
             post("/reset_prefix_cache", self._vllm_reset)
             get("/weight_info", self._says(lambda: {"weight_version": self.label}))
+            get("/server_info", self._says(self._vllm_config))
             get("/metrics", self._vllm_metrics)
             get("/v1/models", self._vllm_models)
         else:
@@ -231,8 +235,14 @@ class FakeServer:
         return web.json_response({"status": "aborted"})
 
     async def _vllm_reload(self, request: web.Request) -> web.Response:
-        self.loaded.append((await request.json())["kwargs"]["weights_path"])
+        body = await request.json()
+        self.reload_methods.append(body["method"])
+        self.loaded.append(body["kwargs"]["weights_path"])
         return web.json_response({"results": [None]})
+
+    def _vllm_config(self) -> dict:
+        parallel = {"worker_extension_cls": self.worker_extension}
+        return {"vllm_config": {"parallel_config": parallel, "device_config": {"device": self.device}}}
 
     async def _vllm_label(self, request: web.Request) -> web.Response:
         self.label = (await request.json())["new_version"]

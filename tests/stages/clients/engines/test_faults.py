@@ -289,6 +289,22 @@ async def test_vllm_that_keeps_old_keys_of_running_requests_is_not_taken_for_exa
             await engine.load_weights(versions[1], 1, SwapMode.RECOMPUTE)
 
 
+@pytest.mark.parametrize(("device", "extension"), [("cpu", "headrace_vllm.WholeReload"), ("cuda", ""), ("cpu", "")])
+async def test_vllm_on_cpus_keeps_a_tied_heads_first_weights_and_is_not_given_others_without_the_extension(
+    versions, device, extension
+):
+    fake = FakeServer(EngineKind.VLLM, versions[0])
+    fake.device, fake.worker_extension = device, extension
+    async with serving(fake) as url, http_engine(fake.kind, "e", url, HttpEngineSettings(**FAST)) as engine:
+        if (device, extension) == ("cpu", ""):
+            with pytest.raises(WeightsRefusedError, match="worker-extension-cls"):
+                await engine.load_weights(versions[1], 1, SwapMode.RECOMPUTE)
+            assert not fake.reload_methods
+            return
+        await engine.load_weights(versions[1], 1, SwapMode.RECOMPUTE)
+    assert fake.reload_methods == ["reload_weights_and_heads" if device == "cpu" else "reload_weights"]
+
+
 async def test_a_drain_that_takes_too_long_is_given_up(fake, versions):
     fake.token_gate = anyio.Semaphore(1)
     settings = HttpEngineSettings(drain_timeout_s=0.1, **FAST)
