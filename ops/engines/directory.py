@@ -64,6 +64,8 @@ class EngineDirectory:
                 client = _Client(announced)
                 self._clients[announced.name] = client
                 tasks.start_soon(self._keep, client)
+            else:
+                self._router.away(announced)
             return
         known.announced = announced
         self._router.hear(announced)

@@ -24,6 +24,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of other gateways in it, as it told last."""
     limit: int
     """Requests of this router that it may have."""
+    last_chosen: int = 0
+    """Number of the choice that fell on it last: equally loaded engines take turns."""
     kept_away: str = ""
     """Why it takes nothing now; empty: it takes requests."""
 
@@ -51,13 +53,13 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 def choose(candidates: Sequence[Candidate], *, min_version: int, home: str = "", slack: float = 0.25) -> Choice:
     """The session's home unless it is away, too old, full or overloaded; else the least loaded engine.
 
-    Among equally loaded ones the newest weights win, then the name.
+    Among equally loaded ones the newest weights win, then the one that was chosen longest ago, then the name.
     """
     able = [one for one in candidates if not one.kept_away and one.version >= min_version]
     free = [one for one in able if one.has_room]
     if not free:
         return Choice(reason=_why_none(candidates, able, min_version), full=bool(able))
-    least = min(free, key=lambda one: (one.load, -one.version, one.name))
+    least = min(free, key=lambda one: (one.load, -one.version, one.last_chosen, one.name))
     at_home = next((one for one in free if one.name == home), None)
     if at_home is not None and at_home.load <= least.load + slack:
         return Choice(name=at_home.name)

@@ -35,6 +35,8 @@ class Member:
         self.decreased_s = float("-inf")
         """When its limit was last lowered."""
         self.in_flight = 0
+        self.last_chosen = 0
+        """Number of the choice that fell on it last."""
         self.others = 0
         """Requests of other gateways in it, as of its last announcement."""
         self.gone = ""
@@ -83,6 +85,7 @@ class Member:
             in_flight=self.in_flight,
             others=self.others,
             limit=slots(self.limit),
+            last_chosen=self.last_chosen,
             kept_away=self.kept_away(now_s, silent_s),
         )
 

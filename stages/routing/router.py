@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 import anyio
-import anyio.abc
 import structlog
 
 from schemas.messages.engines import EngineAnnouncement, EngineState
@@ -26,11 +25,11 @@ from stages.ports import (
     NoEngineError,
     TokenChunk,
 )
-from stages.routing.admission import not_admitted
-from stages.routing.choosing import Choice, choose
+from stages.routing.admission import not_admitted, told
+from stages.routing.choosing import Candidate, Choice, choose
 from stages.routing.concurrency import decreased, increased, slots
 from stages.routing.member import Member
-from stages.routing.quarantine import quarantined
+from stages.routing.quarantine import Quarantine, quarantined
 from stages.routing.settings import RoutingSettings
 
 log = structlog.get_logger("headrace.routing")
@@ -59,6 +58,9 @@ class Router:
         """session → engine of its last call."""
         self._waiting: Final[OrderedDict[int, _Waiter]] = OrderedDict()
         self._num_waiters = 0
+        self._num_choices = 0
+        self._away: Final[dict[str, str]] = {}
+        """Engines without a server that answers: why, for whoever waits."""
         self._published = 0
         self._quarantined = anyio.Event()
         self.num_tokens = 0
@@ -79,6 +81,7 @@ class Router:
 
     def join(self, engine: InferenceEngine, announced: EngineAnnouncement) -> None:
         """An engine is there; it takes requests once it serves the current weights."""
+        self._away.pop(announced.name, None)
         self._members[announced.name] = Member(engine, announced, self._now())
         self._settle(self._members[announced.name])
 
@@ -99,6 +102,10 @@ class Router:
         if announced.waiting > 0:
             self._lower(member)
         self._settle(member)
+
+    def away(self, announced: EngineAnnouncement) -> None:
+        """An engine says how it is and has no server that answers."""
+        self._away[announced.name] = told(announced)
 
     def publish(self, version: int) -> None:
         """A version stands on the log."""
@@ -199,7 +206,10 @@ class Router:
     def _choose(self, request: GenerateRequest) -> Choice:
         now_s, silent_s = self._now(), self._settings.silent_s
         return choose(
-            [one.candidate(now_s, silent_s) for one in self._members.values()],
+            [
+                *(one.candidate(now_s, silent_s) for one in self._members.values()),
+                *(Candidate(name=n, version=0, in_flight=0, limit=1, kept_away=why) for n, why in self._away.items()),
+            ],
             min_version=request.min_version,
             home=self._homes.get(request.session, ""),
             slack=self._settings.affinity_slack,
@@ -208,6 +218,8 @@ class Router:
     def _take(self, request: GenerateRequest, name: str) -> Member:
         member = self._members[name]
         member.in_flight += 1
+        self._num_choices += 1
+        member.last_chosen = self._num_choices
         if request.session:
             self._homes[request.session] = name
             self._homes.move_to_end(request.session)
@@ -232,11 +244,8 @@ class Router:
         self.num_failures += 1
         if self._members.get(member.name) is not member or member.gone:
             return  # it left, or its worker said so before
-        settings = self._settings
         before = member.quarantine
-        member.quarantine = quarantined(
-            before, reason, self._now(), first_s=settings.first_quarantine_s, max_s=settings.max_quarantine_s
-        )
+        member.quarantine = self._longer(before, reason)
         self._lower(member)
         if before is None:
             log.warning("an engine is quarantined", engine=member.name, reason=reason)
@@ -261,26 +270,28 @@ class Router:
     async def _probe(self, member: Member) -> None:
         """Ask an engine until it is well, or leaves."""
         try:
-            while member.quarantine is not None and self._members.get(member.name) is member:
-                await anyio.sleep(max(0.0, member.quarantine.until_s - self._now()))
+            while (quarantine := self._quarantine_of(member)) is not None:
+                await anyio.sleep(max(0.0, quarantine.until_s - self._now()))
                 problem = await self._ask(member)
-                if member.quarantine is None:
-                    return
+                if self._quarantine_of(member) is None:
+                    return  # a new server took its place meanwhile
                 if not problem:
-                    log.info("an engine is back", engine=member.name, after=member.quarantine.reason)
+                    log.info("an engine is back", engine=member.name, after=quarantine.reason)
                     member.quarantine = None
                     self._dispatch()
                     return
-                settings = self._settings
-                member.quarantine = quarantined(
-                    member.quarantine,
-                    problem,
-                    self._now(),
-                    first_s=settings.first_quarantine_s,
-                    max_s=settings.max_quarantine_s,
-                )
+                member.quarantine = self._longer(quarantine, problem)
         finally:
             member.probing = False
+
+    def _quarantine_of(self, member: Member) -> Quarantine | None:
+        """Its quarantine, while it is a member."""
+        return member.quarantine if self._members.get(member.name) is member else None
+
+    def _longer(self, before: Quarantine | None, reason: str) -> Quarantine:
+        settings = self._settings
+        first_s, max_s = settings.first_quarantine_s, settings.max_quarantine_s
+        return quarantined(before, reason, self._now(), first_s=first_s, max_s=max_s)
 
     async def _ask(self, member: Member) -> str:
         """What is wrong with an engine; empty: it is ready."""
