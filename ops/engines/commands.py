@@ -118,7 +118,8 @@ def _sglang(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
     if settings.device == "cpu":
         argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         argv += ["--max-total-tokens", str(settings.kv_cache_tokens)]
-        argv += ["--disable-overlap-schedule", "--disable-cuda-graph"]
+        # without the last it looks for work without a pause, and takes a core for it
+        argv += ["--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle"]
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     if len(settings.gpu_ids) > 1:
         argv += ["--tp-size", str(len(settings.gpu_ids))]
