@@ -26,7 +26,7 @@ from broker.api import (
 )
 from broker.batches import batch_of
 from broker.directory import DirectoryPayloads
-from broker.errors import BrokerError, TooLargeError, TopologyError
+from broker.errors import BrokerError, NoSuchStreamError, TooLargeError, TopologyError
 from broker.iterating import Iterating
 from broker.naming import any_matches, check_literal, check_log_filters, check_log_subject, run_names
 from broker.rabbitmq.beside import running_beside
@@ -338,10 +338,17 @@ async def open_broker(
                     await broker.stop()
 
 
-async def delete_run(urls: list[str], run: str, settings: ConnectSettings) -> None:
-    """Delete a run's queues. Its folder stays."""
-    async with open_broker(urls, run, settings) as broker:
-        durables = [spec.durable for spec in await broker.consumers()]
-    async with open_link(urls, settings) as link, link.channel() as channel:
+async def delete_run(url: str, run: str, settings: ConnectSettings) -> None:
+    """Delete a run's queues, if it has any. Its folder stays.
+
+    Raises:
+        NotConnectedError, NotAllowedError: no connection.
+    """
+    try:
+        async with open_broker([url], run, settings) as broker:
+            durables = [spec.durable for spec in await broker.consumers()]
+    except NoSuchStreamError:
+        return
+    async with open_link([url], settings) as link, link.channel() as channel:
         for queue in [*(work_queue(run, name) for name in durables), dead_queue(run), stream_queue(run)]:
             await channel.queue_delete(queue)

@@ -21,6 +21,8 @@ from pipeline.log import RunLog
 from schemas.topics import STEP_TRAINED
 
 ROOT = Path(__file__).parents[2]
+# importlib mode leaves sys.path alone, and the tests of this folder import what they share by name.
+sys.path.insert(0, str(Path(__file__).parent))
 SMOKE = ROOT / "examples" / "smoke.toml"
 
 

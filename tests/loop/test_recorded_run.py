@@ -11,6 +11,7 @@ from typing import NamedTuple
 import anyio
 import msgspec
 import pytest
+from folding import fold_again, recorded_steps
 
 from broker.connect import connect
 from broker.embedded import embedded_server
@@ -19,15 +20,9 @@ from broker.recording import Recording
 from ops.cli import main
 from ops.connection import look_at_run, open_run
 from ops.logtools.record import record_run
-from ops.logtools.recorded import recorded_config
-from ops.logtools.replay import Replay, ReplaySettings
 from ops.logtools.stage_diffs import diff_stage
-from ops.run_folder import Endpoints, RunFolder
 from ops.running.recording import RunRecording, recorded
-from ops.wiring import run_service
-from ops.workers.context import WorkerContext
-from pipeline.log import RunLog
-from schemas.messages.training import Manifest, StepAssembled
+from schemas.messages.training import Manifest
 from schemas.topics import EPISODE_ENDED, STEP_ASSEMBLED, STEP_TRAINED
 
 ROOT = Path(__file__).parents[2]
@@ -103,31 +98,12 @@ def test_a_replay_into_a_fresh_broker_gives_the_same_log(ended, tmp_path):
 
 async def test_the_replayed_log_folds_to_the_same_manifests_byte_for_byte(ended, tmp_path):
     with Recording(ended.file) as recording:
-        config = recorded_config(recording)
-        steps = [STEP_ASSEMBLED.decode(r.data) for r in recording.records([STEP_ASSEMBLED.filter(recording.run)])]
-        manifests = [bytes(recording.payload(step.manifest)) for step in steps]
-        inputs = tuple(
-            f"hr.{recording.run}.{topic}.>"
-            for topic in ("group.issued", "trajectory.ready", "run.started", "fold.tick")
-        )
+        steps, manifests = recorded_steps(recording)
         async with (
             embedded_server(tmp_path / "nats") as server,
             connect(server.url, recording.run, server.connect_settings(), create=True) as broker,
         ):
-            await Replay(recording, broker, ReplaySettings(filters=inputs)).run()
-            context = WorkerContext(RunFolder(tmp_path), config, Endpoints(run=recording.run), broker)
-            folded: list[StepAssembled] = []
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run_service, "assembly", context)
-                with anyio.fail_after(60):
-                    async with RunLog(broker).read([STEP_ASSEMBLED]) as entries:
-                        async for entry in entries:
-                            assert isinstance(entry.message, StepAssembled)
-                            folded.append(entry.message)
-                            if len(folded) == len(steps):
-                                break
-                context.drain()
-            again = [bytes(await broker.payloads.get(step.manifest)) for step in folded]
+            folded, again = await fold_again(recording, broker, tmp_path)
     assert len(manifests) >= 6
     assert again == manifests
     assert [msgspec.msgpack.decode(raw, type=Manifest).step for raw in again] == list(range(1, len(steps) + 1))
