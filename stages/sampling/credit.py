@@ -52,3 +52,24 @@ def available(
         limits.append((still_needed, "end of run"))
     groups, bound_by = min(limits, key=lambda limit: limit[0])
     return Credit(groups=max(0, groups), bound_by=bound_by)
+
+
+def what_frees(credit: Credit, *, running: int, untrained_step: int | None) -> str:
+    """Which message gives credit back next, for status; empty where only a person or the end of the run does.
+
+    Args:
+        running: groups that are issued and not closed.
+        untrained_step: the first step that is assembled and not trained.
+    """
+    closing = f"group.closed of one of {running} running groups"
+    match credit.bound_by:
+        case "max_concurrent_groups":
+            return closing
+        case "max_staleness":
+            return closing if untrained_step is None else f"step.trained.{untrained_step}"
+        case "store full":
+            return "a later run.retain"
+        case "paused" | "draining":
+            return "`headrace resume`"
+        case _:
+            return ""

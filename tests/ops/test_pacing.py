@@ -12,6 +12,7 @@ from schemas.messages.rollout import Trajectory
 from schemas.messages.sampling import GroupClosed, GroupIssued, StreamRow
 from schemas.messages.training import Manifest, StepAssembled, StepTrained
 from stages.assembly.fold import AssemblyFold
+from stages.sampling.credit import Credit, what_frees
 from stages.sampling.fold import SamplingFold
 
 LONG_TAIL = math.log(10) / 2.326
@@ -148,3 +149,17 @@ def test_bounds_hold_at_the_size_of_a_real_step(max_staleness: int, seed: int) -
     assert len(steps_of(course)) == 100
     if max_staleness:
         assert course.idle_share <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("bound_by", "untrained_step", "text"),
+    [
+        ("max_concurrent_groups", 4, "group.closed of one of 7 running groups"),
+        ("max_staleness", 4, "step.trained.4"),
+        ("max_staleness", None, "group.closed of one of 7 running groups"),
+        ("paused", None, "`headrace resume`"),
+        ("end of run", 4, ""),
+    ],
+)
+def test_status_names_the_message_that_frees_credit(bound_by: str, untrained_step: int | None, text: str) -> None:
+    assert what_frees(Credit(groups=0, bound_by=bound_by), running=7, untrained_step=untrained_step) == text
