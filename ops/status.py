@@ -13,6 +13,7 @@ from ops.control import Standing, standing
 from ops.engines.listening import heard_engines
 from pipeline.metrics import REPORT_PREFIX, WorkerReport
 from pipeline.presence import dead_nodes, missing, obituary, roll_call
+from pipeline.watchdog import WATCHDOG, Stuck, told
 from schemas.messages.engines import EngineAnnouncement
 
 LISTEN_S = 2.5
@@ -53,6 +54,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """False: the run is over or stopped; this is what its log holds."""
     asked: Standing = Standing()
     """What people asked of it that is in force: pause or drain."""
+    stuck: list[Stuck] = []
+    """What the run's watchdog says does not go on."""
     engines: list[EngineAnnouncement] = []
     """Servers behind the router; empty where the engine is in the gateway."""
 
@@ -93,6 +96,7 @@ async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float
             async for _subject, data in announcements:
                 report = msgspec.msgpack.decode(data, type=WorkerReport)
                 reports[report.stage, report.worker] = report
+    stuck = [verdict for key in list(reports) if key[0] == WATCHDOG for verdict in told(reports.pop(key))]
     consumers = {service_of(consumer.durable): consumer for consumer in await broker.consumers()}
     listed: list[StageStatus] = []
     for stage in (*stages, *sorted({name for name, _ in reports} - set(stages))):
@@ -114,6 +118,7 @@ async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float
         dead=[obituary(one, now=now) for one in dead],
         dead_nodes=dead_nodes(presences, dead),
         log=await broker.log_status(),
+        stuck=stuck,
         stages=listed,
         silent=[stage.stage for stage in listed if not stage.workers],
         asked=await standing(broker),

@@ -73,6 +73,9 @@ def _print(found: RunStatus, console: Console) -> None:
         console.print(Text(f"dead: {line}", style="bold red"))
     for host in found.dead_nodes:
         console.print(Text(f"node {host} is dead: none of its processes is left", style="bold red"))
+    for verdict in found.stuck:
+        since = duration(found.unix_time_s - verdict.since_unix_s)
+        console.print(Text(f"stuck: {verdict.stage} waits for {verdict.waits_for}, for {since}", style="bold red"))
     table = Table(box=None, pad_edge=False, expand=True)
     table.add_column("stage", no_wrap=True)
     for name in ("workers", "in", "out", "pending", "in hand", "dead"):

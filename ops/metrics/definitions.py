@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from pipeline.metrics import WorkerReport
+from pipeline.watchdog import STUCK_PREFIX, WATCHDOG
 
 PREFIX: Final = "headrace_"
 LABELS: Final = ("run", "stage", "worker")
@@ -59,6 +60,12 @@ ERRORS: Final = Definition(
     meaning="1 while a stage tells of an error of that kind (weights_error: weights that can't be loaded).",
     label="kind",
 )
+STUCK: Final = Definition(
+    name=f"{PREFIX}stuck_seconds",
+    kind=Kind.GAUGE,
+    meaning="For how long a stage has not gone on although it should; there is none while all go on. `headrace status` says what it waits for.",
+    label="stuck",
+)
 OTHER_FIGURES: Final = Definition(
     name=f"{PREFIX}stage_figure",
     kind=Kind.GAUGE,
@@ -78,6 +85,13 @@ DEFINITIONS: Final[tuple[Definition, ...]] = (
     WAITING,
     _field("report_time_seconds", Kind.GAUGE, "unix_time_s", "When the worker last looked at its counters, Unix time: stands still when its event loop does."),
     ERRORS,
+    STUCK,
+    _figure("store_log_share", "retention", "log_share", "How full the run's log is, 0 to 1."),
+    _figure("store_payload_share", "retention", "payload_share", "How full its payload store is, 0 to 1."),
+    _figure("store_blocked", "retention", "blocked", "1 while the store is so full that nothing new is begun; `headrace status` says who holds the mark."),
+    _figure("low_water_mark", "retention", "mark", "Sequence below which nobody needs the log any more."),
+    _figure("purged_messages_total", "retention", "purged_messages", "Messages purged below the mark.", Kind.COUNTER),
+    _figure("collected_payloads_total", "retention", "collected_payloads", "Payloads collected.", Kind.COUNTER),
     _figure("groups_issued_total", "sampling", "groups_issued", "Groups issued in the run.", Kind.COUNTER),
     _figure("groups_running", "sampling", "groups_running", "Groups being rolled out."),
     _figure("groups_waiting", "sampling", "groups_waiting", "Usable groups that wait to be trained."),
@@ -127,7 +141,10 @@ def samples(reports: Sequence[WorkerReport]) -> Iterator[Sample]:
                 told.add(definition.figure)
                 yield Sample(definition=definition, labels=where, value=report.gauges[definition.figure])
         for figure, value in report.gauges.items():
-            if figure not in told:
+            if report.stage == WATCHDOG and figure.startswith(STUCK_PREFIX):
+                stage = figure.removeprefix(STUCK_PREFIX)
+                yield Sample(definition=STUCK, labels=(*where, stage), value=value)
+            elif figure not in told:
                 yield Sample(definition=OTHER_FIGURES, labels=(*where, figure), value=value)
         for kind, text in report.labels.items():
             if kind.endswith("_error"):

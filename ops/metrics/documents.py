@@ -23,14 +23,14 @@ With `[metrics] port` set, every worker process serves `http://<metrics.host>:<p
 
 A process listens on `metrics.port` plus the place of its first stage: {places}. Each trainer rank adds its number on its
 machine. A further process of the same stage on one machine takes the next free port in steps of {stride}; its log says which.
-`headrace run` has three processes: stages (+0), gateway (+6) and trainer (+7). For `port = 9400`:
+`headrace run` has stages (+0), gateway (+6) and trainer (+7), and itself, with the watchdog (+9). For `port = 9400`:
 
 ```yaml
 scrape_configs:
   - job_name: headrace
     scrape_interval: 5s
     static_configs:
-      - targets: ["127.0.0.1:9400", "127.0.0.1:9406", "127.0.0.1:9407"]
+      - targets: ["127.0.0.1:9400", "127.0.0.1:9406", "127.0.0.1:9407", "127.0.0.1:9409"]
 rule_files: ["ops/deploy/alerts.yml"]
 ```
 

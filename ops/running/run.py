@@ -25,6 +25,7 @@ from ops.accounts import RunAccount, account
 from ops.arena_access import LOCAL, arena_access, uses_arena
 from ops.config import RunConfig, fold_digest, run_streams, sampling_settings, staleness_bound
 from ops.local_arena import local_arena_config
+from ops.metrics.serving import serve_metrics
 from ops.policy_folder import prepared_digest
 from ops.run_folder import Endpoints, RunFolder
 from ops.running.bridge import bridged
@@ -42,8 +43,10 @@ from ops.stopping import until_stopped
 from ops.supervise.process import ProcessGivenUpError, ProcessSpec, RestartPolicy, python
 from ops.supervise.supervisor import Supervisor
 from ops.topology import declared_topology, limits_of
+from ops.watchdog import RunWatch
 from pipeline.log import RunLog
 from pipeline.presence import forget_missing
+from pipeline.watchdog import WATCHDOG
 from schemas.errors import ConfigError
 from schemas.messages.sampling import RunStarted
 from schemas.topics import RUN_STARTED
@@ -116,7 +119,7 @@ async def run(
                         progress = Progress(config)
                         tasks.start_soon(progress.follow, broker, on_progress)
                         async with bridged(source, broker, progress) as bridge:
-                            tasks.start_soon(watch_disk, folder, config.run.min_free_disk_bytes, supervisor.fail)
+                            tasks.start_soon(_look_after, config, folder, broker, supervisor)
                             environment = run_environment(config, secrets, local_arena=has_local_arena(config))
                             ends = [bridge.ended] if bridge else []
                             async with kept_engines(config, folder, environment, supervisor, broker) as serving:
@@ -179,6 +182,16 @@ async def _prepare(folder: RunFolder, supervisor: Supervisor, stopped: anyio.Eve
         raise supervisor.failure
     if stopped.is_set() and not process.finished.is_set():
         raise RunInterruptedError("interrupted while the policy was made ready; the same command starts again")
+
+
+async def _look_after(config: RunConfig, folder: RunFolder, broker: Broker, supervisor: Supervisor) -> None:
+    """Disk and workers, for ever."""
+    watch = RunWatch(broker, config.watchdog)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch_disk, folder, config.run.min_free_disk_bytes, supervisor.fail)
+        tasks.start_soon(watch.run)
+        if config.metrics.port:
+            tasks.start_soon(serve_metrics, config.metrics, WATCHDOG, watch.reports)
 
 
 async def _declare_durables(config: RunConfig, broker: Broker) -> None:
