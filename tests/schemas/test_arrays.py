@@ -52,3 +52,12 @@ def test_bytes_that_are_no_whole_items_are_refused() -> None:
         arrays.Array(dtype="int32", data=memoryview(b"abc")).as_numpy()
     with pytest.raises(DecodeError, match="2 bytes for 9 bits"):
         arrays.Bits(length=9, data=memoryview(b"a")).as_numpy()
+
+
+def test_runs_that_are_known_already_are_coded_as_they_would_be_from_the_values():
+    values = np.repeat(np.array([3, 4, 3], dtype=np.int32), [2, 1, 5])
+    assert arrays.runs_of([(3, 2), (4, 1), (3, 5)]).as_numpy().tolist() == values.tolist()
+    assert msgspec.msgpack.encode(arrays.runs_of([(3, 2), (4, 1), (3, 5)])) == msgspec.msgpack.encode(
+        arrays.runs(values)
+    )
+    assert arrays.runs_of([]).total == 0
