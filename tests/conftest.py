@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import anyio
 import pytest
@@ -28,6 +30,21 @@ def wait_until() -> WaitUntil:
                 await anyio.sleep(0.005)
 
     return wait
+
+
+@pytest.fixture
+def mini_swe_agent() -> str:
+    """The `command` of a local Arena's harness that runs the real mini-swe-agent, in TOML."""
+    program = Path(os.environ.get("HEADRACE_CACHE", Path.home() / ".cache" / "headrace")) / "clients/mini/bin/mini"
+    if not program.exists():
+        reason = f"{program} is missing: run tests/resources/install_clients.sh"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return f"""command = [
+  {json.dumps(str(program))}, "-y", "--exit-immediately", "-m", "openai/{{model}}", "-t", "{{prompt}}",
+  "-o", "{{workdir}}/trajectory.json", "-c", "mini.yaml", "-c", 'model.model_kwargs.extra_headers={{headers_json}}',
+]"""
 
 
 @pytest.fixture(autouse=True)

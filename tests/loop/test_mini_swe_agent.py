@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-
 import pytest
 
 from pipeline.log import RunLog, RunPayloads
@@ -60,28 +56,14 @@ harness = "mini@1"
 key = "mini"
 kind = "command"
 timeout_s = 150
-command = [
-  {program}, "-y", "--exit-immediately", "-m", "openai/{model}", "-t", "{prompt}", "-o", "{workdir}/trajectory.json",
-  "-c", "mini.yaml", "-c", 'model.model_kwargs.extra_headers={headers_json}',
-]
+{command}
 answer_file = "answer.txt"
 """
 
 
-@pytest.fixture
-def program() -> str:
-    found = Path(os.environ.get("HEADRACE_CACHE", Path.home() / ".cache" / "headrace")) / "clients/mini/bin/mini"
-    if not found.exists():
-        reason = f"{found} is missing: run tests/resources/install_clients.sh"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return str(found)
-
-
-async def test_mini_swe_agents_trajectories_are_scored_and_trained_on(headrace, tmp_path, program) -> None:
+async def test_mini_swe_agents_trajectories_are_scored_and_trained_on(headrace, tmp_path, mini_swe_agent) -> None:
     config = tmp_path / "mini.toml"
-    config.write_text(CONFIG.replace("{program}", json.dumps(program)))
+    config.write_text(CONFIG.replace("{command}", mini_swe_agent))
     ends: list[EpisodeEnded] = []
     rows: list[Trajectory] = []
     calls: list[InteractionRecorded] = []

@@ -68,7 +68,7 @@ class Arena:
         return answer["task_id"]
 
     async def finished(self, task_id: str) -> dict:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while True:
                 _, result = await self.call("GET", f"/tasks/{task_id}/result")
                 if result["status"] not in ("PENDING", "AGENT_RUNNING"):

@@ -1,8 +1,6 @@
 """The real mini-swe-agent, unmodified, as a command harness: local Arena → model gateway → chat endpoint, one process per episode."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
@@ -11,23 +9,9 @@ pytestmark = pytest.mark.resources
 HARNESS = """
 kind = "command"
 timeout_s = 120
-command = [
-  {program}, "-y", "--exit-immediately", "-m", "openai/{{model}}", "-t", "{{prompt}}", "-o", "{{workdir}}/trajectory.json",
-  "-c", "mini.yaml", "-c", 'model.model_kwargs.extra_headers={{headers_json}}',
-]
+{command}
 answer_file = "answer.txt"
 """
-
-
-@pytest.fixture
-def program() -> str:
-    found = Path(os.environ.get("HEADRACE_CACHE", Path.home() / ".cache" / "headrace")) / "clients/mini/bin/mini"
-    if not found.exists():
-        reason = f"{found} is missing: run tests/resources/install_clients.sh"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return str(found)
 
 
 def _tool_call(number: int, command: str) -> dict:
@@ -39,13 +23,13 @@ def _tool_call(number: int, command: str) -> dict:
     }
 
 
-async def test_mini_swe_agent_completes_a_task_through_the_arenas_gateway(start_arena, chat, program) -> None:
+async def test_mini_swe_agent_completes_a_task_through_the_arenas_gateway(start_arena, chat, mini_swe_agent) -> None:
     chat.answers = [
         _tool_call(0, "printf %s -4 > answer.txt"),
         _tool_call(1, "cat answer.txt"),
         _tool_call(2, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
     ]
-    arena = await start_arena(HARNESS.format(program=json.dumps(program)), stream='scorer = "exact"')
+    arena = await start_arena(HARNESS.format(command=mini_swe_agent), stream='scorer = "exact"')
     await arena.register(chat.url)
     envs = {
         "MSWEA_CONFIGURED": "true",
