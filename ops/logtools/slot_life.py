@@ -104,7 +104,7 @@ def _reward_text(rewarded: SessionRewarded) -> str:
     if rewarded.discard:
         return "discarded: the slot waits for another session"
     parts = [f"score {rewarded.score:g}"] if rewarded.score is not None else []
-    parts += [f"{len(rewarded.turn_rewards)} turn rewards"] if rewarded.turn_rewards else []
+    parts += [_turn_rewards(len(rewarded.turn_rewards))] if rewarded.turn_rewards else []
     return ", ".join(parts) + ("" if rewarded.final else ", more may follow")
 
 
@@ -148,7 +148,7 @@ def _ended(ended: EpisodeEnded) -> str:
     if ended.score is not None:
         text += f", score {ended.score:g}"
     if ended.turn_rewards:
-        text += f", {len(ended.turn_rewards)} turn rewards"
+        text += f", {_turn_rewards(len(ended.turn_rewards))}"
     if ended.reward_key:
         text += f" by {ended.reward_key}"
     if ended.error:
@@ -302,3 +302,7 @@ def event(
         waited_s=waited,
         waited_for=waited_for if waited is not None else "",
     )
+
+
+def _turn_rewards(number: int) -> str:
+    return f"{number} turn reward{'s' * (number != 1)}"

@@ -63,7 +63,7 @@ def _assembled_event(assembled: At[StepAssembled], before: At[StepAssembled] | N
     detail = (
         f"{len(message.groups)} groups, {message.num_rows} rows, {message.num_tokens} tokens, "
         f"{message.num_mini_batches} mini-batch{'' if message.num_mini_batches == 1 else 'es'}, mean reward {message.mean_reward:g}, "
-        f"{len(message.dropped)} groups dropped on the way"
+        f"{len(message.dropped)} group{'s' * (len(message.dropped) != 1)} dropped on the way"
     )
     return event(assembled, "assembled", detail, "", before.time_s if before else None, "enough usable groups")
 
