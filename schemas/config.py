@@ -134,6 +134,10 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """CPU threads of the built-in engine, or of each server."""
     script: str = ""
     """Scripted engine: import path `package.module:function` of prompt ids → completion ids."""
+    script_chunk_s: float = 0.0
+    """Scripted engine: simulated time before each chunk of four tokens."""
+    script_load_s: float = 0.0
+    """Scripted engine: simulated time of loading weights."""
     python: str = ""
     """Interpreter of the servers' environment; empty = the one below $HEADRACE_CACHE/engines that docs/engines.md makes."""
     command: list[str] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 
 from ops.config import RunConfig
-from ops.engines.plan import MODEL_NAME
+from ops.engines.plan import MODEL_NAME, can_sleep
 from ops.policy_folder import policy_folder
 from ops.run_folder import RunFolder
 from schemas.config import EngineKind
@@ -22,6 +22,7 @@ def engine_client(
         model_folder=policy_folder(config, folder),
         max_context=config.rollout.max_context_tokens,
         api_key_env=config.engine.api_key_env,
+        offload_in_sleep=can_sleep(config.engine),
         max_connections=max(64, 2 * config.engine.max_running_requests),
     )
     return http_engine(kind, name, url, settings)

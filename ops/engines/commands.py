@@ -47,6 +47,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """On CPUs: folder whose sub-folder `vllm` or `sglang` holds what the server lacks there (see cpu_environment); it is put on
     PYTHONPATH.
     """
+    can_sleep: bool = False
+    """It is to give up its memory while a trainer on the same accelerator computes."""
     api_key: str = ""
     """Key that calls must bring; goes into the environment or the command line of the server alone."""
     extra_args: tuple[str, ...] = ()
@@ -97,6 +99,8 @@ def _vllm(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
             argv += ["--worker-extension-cls", "headrace_vllm.WholeReload"]
     if len(settings.gpu_ids) > 1:
         argv += ["--tensor-parallel-size", str(len(settings.gpu_ids))]
+    if settings.can_sleep:
+        argv.append("--enable-sleep-mode")
     # the development mode opens pause, reload and abort
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if settings.api_key:
@@ -123,6 +127,8 @@ def _sglang(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     if len(settings.gpu_ids) > 1:
         argv += ["--tp-size", str(len(settings.gpu_ids))]
+    if settings.can_sleep:
+        argv.append("--enable-memory-saver")
     if settings.api_key:
         argv += ["--api-key", settings.api_key]
     return argv, env

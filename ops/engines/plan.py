@@ -85,6 +85,11 @@ def attached_name(url: str) -> str:
     return f"{place.hostname or 'engine'}-{place.port or (443 if place.scheme == 'https' else 80)}"
 
 
+def can_sleep(section: EngineSection) -> bool:
+    """Whether servers are started so that they can give up their memory: where it is an accelerator's that a trainer shares."""
+    return section.time_shared and section.device == "cuda"
+
+
 def gpus_of(section: EngineSection, slot: int) -> tuple[str, ...]:
     """The devices of a started server."""
     if not section.gpus:
@@ -137,6 +142,7 @@ def server_settings(
         threads=section.threads,
         stubs=environment.stubs,
         api_key=api_key,
+        can_sleep=can_sleep(section),
         extra_args=tuple(section.args),
         extra_env=dict(section.env),
     )

@@ -188,6 +188,8 @@ async def open_engine(context: WorkerContext) -> AsyncGenerator[InferenceEngine]
                 _script(config.engine.script),
                 vocab_size=tokenizer.vocab_size,
                 max_context=config.rollout.max_context_tokens,
+                delay_s=config.engine.script_chunk_s,
+                load_s=config.engine.script_load_s,
             )
         case EngineKind.BUILTIN:
             import torch  # noqa: PLC0415 - only this engine needs it

@@ -25,7 +25,7 @@ Script = Callable[[TokenIds, int], Sequence[int]]
 
 
 class ScriptedEngine:
-    """Answers with what the script says, `chunk_tokens` at a time, each token's log-prob a fixed number."""
+    """Answers with what the script says, `chunk_tokens` at a time and `delay_s` apart, each token's log-prob a fixed number."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class ScriptedEngine:
         chunk_tokens: int = 4,
         logprob: float = -0.5,
         delay_s: float = 0.0,
+        load_s: float = 0.0,
     ) -> None:
         self._script = script
         self._name = name
@@ -46,6 +47,7 @@ class ScriptedEngine:
         self._chunk_tokens = chunk_tokens
         self._logprob = logprob
         self._delay_s = delay_s
+        self._load_s = load_s
         self._running: dict[str, bool] = {}
         """request id → whether it was aborted."""
         self._go = anyio.Event()
@@ -123,6 +125,7 @@ class ScriptedEngine:
         """
         if not await anyio.Path(directory).is_dir():
             raise WeightsRefusedError(f"expected a folder, found nothing at {Path(directory)}")
+        await anyio.sleep(self._load_s)
         if mode is SwapMode.ABORT:
             self._running = dict.fromkeys(self._running, True)
         self.loads.append((directory, version, mode))

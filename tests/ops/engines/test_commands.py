@@ -76,3 +76,12 @@ def test_vllms_key_stays_out_of_its_command_line():
 def test_what_cannot_be_started_is_refused(kind, settings, message):
     with pytest.raises(ConfigError, match=message):
         server_command(kind, settings)
+
+
+@pytest.mark.parametrize(("kind", "flag"), [("vllm", "--enable-sleep-mode"), ("sglang", "--enable-memory-saver")])
+def test_a_server_that_shares_an_accelerator_with_a_trainer_is_started_so_that_it_can_sleep(kind, flag):
+    for can_sleep in (True, False):
+        argv, _ = server_command(
+            EngineKind(kind), ServerSettings(model="m", port=1, device="cuda", gpu_ids=("0",), can_sleep=can_sleep)
+        )
+        assert (flag in argv) is can_sleep
