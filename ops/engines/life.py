@@ -129,6 +129,8 @@ class EngineLife:
             try:
                 await self._until_drained(self._live())
             except ServerFailedError as error:
+                if self._draining.is_set():
+                    return
                 failed = 0 if self._served else failed + 1
                 delay_s = min(self._settings.max_delay_s, self._settings.first_delay_s * 2**failed)
                 if failed >= self._settings.max_failed_starts and not self._attached:

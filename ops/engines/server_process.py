@@ -62,6 +62,7 @@ async def server_process(
             stdout=sink,
             stderr=sink,
             env={**inherited, "PYTHONUNBUFFERED": "1", **env},
+            start_new_session=True,  # what ends the worker's group must let it drain first
         )
         try:
             yield ServerProcess(process, path)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncGenerator
@@ -36,7 +37,7 @@ class RunProcess:
         self.stderr = b""
 
     def children(self) -> dict[str, psutil.Process]:
-        """Its direct children by kind."""
+        """Its direct children by kind; workers of engines by the engine's name."""
         found: dict[str, psutil.Process] = {}
         try:
             children = psutil.Process(self.process.pid).children()
@@ -56,6 +57,8 @@ class RunProcess:
             ):
                 if mark in line and child.is_running():
                     found[kind] = child
+            if (engine := re.search(r"worker engine --name (\S+)", line)) and child.is_running():
+                found[engine[1]] = child
         return found
 
     @asynccontextmanager
