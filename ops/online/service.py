@@ -25,6 +25,7 @@ from pipeline.log import RunLog, RunPayloads, topic_of
 from schemas.config_arena import StreamConfig
 from schemas.messages.rollout import EpisodeEnded, SessionClaimed, SessionClosed, SessionRewarded
 from schemas.topics import EPISODE_ENDED
+from stages.gateway.deadline import log_deadline
 from stages.gateway.errors import (
     BusyError,
     InvalidRequestError,
@@ -155,7 +156,7 @@ class OnlineService:
         )
 
     async def reward(self, session: str, rewards: Rewards) -> None:
-        with _log_deadline():
+        with log_deadline(_LOG_DEADLINE_S, BrokerError):
             while (held := self._view.slots.held.get(session)) is not None:
                 said = SessionRewarded(
                     session=session,
@@ -180,7 +181,7 @@ class OnlineService:
     async def ended(self, closed: SessionClosed) -> None:
         if closed.session not in self._view.slots.held:
             return
-        with _log_deadline():
+        with log_deadline(_LOG_DEADLINE_S, BrokerError):
             await self._view.catch_up()
             await self._settle(closed.session)
 
@@ -218,7 +219,7 @@ class OnlineService:
             return await self._claimed(session, again=True)
         if slots.find(stream, task) is None:
             return None
-        with anyio.CancelScope(shield=True), _log_deadline():
+        with anyio.CancelScope(shield=True), log_deadline(_LOG_DEADLINE_S, BrokerError):
             claimed = SessionClaimed(claim=claim, ordinal=times, stream=stream, task=task, gateway=self._gateway)
             sequence, _ = await self._publish(claimed)
             await self._view.seen(sequence)
@@ -288,22 +289,3 @@ def _holds(ended: EpisodeEnded, rewards: Rewards) -> bool:
         return ended.score is None
     same_score = rewards.score is None or ended.score == rewards.score
     return same_score and all(ended.turn_rewards.get(name) == value for name, value in rewards.turn_rewards.items())
-
-
-class _log_deadline:  # noqa: N801 - used as a function
-    """Turns a log that is away or slow into UnavailableError."""
-
-    def __init__(self) -> None:
-        self._scope = anyio.fail_after(_LOG_DEADLINE_S)
-
-    def __enter__(self) -> None:
-        self._scope.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        try:
-            swallowed = self._scope.__exit__(kind, error, trace)  # pyright: ignore[reportArgumentType] - a traceback
-        except TimeoutError as late:
-            raise UnavailableError(f"the log did not answer within {_LOG_DEADLINE_S:g} s") from late
-        if isinstance(error, BrokerError):
-            raise UnavailableError(f"the log can't be used: {error}") from error
-        return bool(swallowed)

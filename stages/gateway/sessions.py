@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import anyio
 
 from schemas.messages.rollout import SessionClosed, SessionOpened
+from stages.gateway.deadline import log_deadline
 from stages.gateway.errors import BusyError, SessionEndedError, UnauthorizedError, UnavailableError
 from stages.gateway.forest import Forest
 from stages.gateway.ports import Clock, Peers, RecordConflictError, Recorder, RecorderError
@@ -113,7 +115,6 @@ class SessionBook:
                     )
             self._forget(session)
             return session.closed
-        raise AssertionError  # the deadline's context never swallows
 
     async def resolve(self, token: str) -> Session | str:
         """The session of a token, or the base URL of the gateway that has it.
@@ -141,7 +142,6 @@ class SessionBook:
             async with self._closing:
                 known = self._by_token.get(token)
                 return known if known is not None else await self._find(session_id, token)
-        raise AssertionError  # the deadline's context never swallows
 
     def named(self, session_id: str) -> Session | None:
         """An open session by its id."""
@@ -164,7 +164,6 @@ class SessionBook:
         with self._log_deadline():
             openings = await self._recorder.read_openings(session_id)
             return await self._address(openings) if openings else None
-        raise AssertionError  # the deadline's context never swallows
 
     async def recorded_ids(self, session_id: str) -> set[str]:
         """The interaction ids of a session that is not open here, as the log has them.
@@ -174,7 +173,6 @@ class SessionBook:
         """
         with self._log_deadline():
             return {one.interaction_id for one in await self._recorder.read_session(session_id)}
-        raise AssertionError  # the deadline's context never swallows
 
     async def _address(self, openings: Sequence[SessionOpened]) -> str | None:
         """Where the gateway is that took a session up last, if it is another one and alive."""
@@ -192,7 +190,6 @@ class SessionBook:
                 raise SessionEndedError(f"session {session_id} has ended")
             records = await self._recorder.read_session(session_id)
             return await rebuild_forest(records, self._payloads, self._stop_token_ids) if records else None
-        raise AssertionError  # the deadline's context never swallows
 
     async def _find(self, session_id: str, token: str) -> Session | str:
         """Look a foreign session up on the log, and take it over when its gateway is gone."""
@@ -264,25 +261,6 @@ class SessionBook:
         if len(self._ended) > self._settings.limits.max_ended_sessions:
             self._ended.popitem(last=False)
 
-    def _log_deadline(self) -> _LogDeadline:
-        return _LogDeadline(self._settings.limits.peer_deadline_s + self._settings.limits.record_deadline_s)
-
-
-class _LogDeadline:
-    """Turns a log that is away or slow into UnavailableError."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._scope = anyio.fail_after(seconds)
-
-    def __enter__(self) -> None:
-        self._scope.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        try:
-            swallowed = self._scope.__exit__(kind, error, trace)  # pyright: ignore[reportArgumentType] - a traceback
-        except TimeoutError as late:
-            raise UnavailableError(f"the log did not answer within {self._seconds:g} s") from late
-        if isinstance(error, RecorderError):
-            raise UnavailableError(f"the log can't be used: {error}") from error
-        return bool(swallowed)
+    def _log_deadline(self) -> AbstractContextManager[None]:
+        limits = self._settings.limits
+        return log_deadline(limits.peer_deadline_s + limits.record_deadline_s, RecorderError)
