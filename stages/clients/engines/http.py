@@ -37,7 +37,7 @@ class EventSplitter:
         Raises:
             EngineUnavailableError: An event is larger than any answer can be.
         """
-        self._rest += data.replace(b"\r\n", b"\n") if b"\r" in data else data
+        self._rest += data.replace(b"\r", b"")  # line ends alone have them: JSON writes its own as \\r
         if b"\n\n" not in self._rest:
             if len(self._rest) > _MAX_EVENT_BYTES:
                 raise EngineUnavailableError(f"expected events below {_MAX_EVENT_BYTES} bytes, found a larger one")

@@ -24,7 +24,7 @@ from schemas.config import EngineKind
 from stages.policy.tiny import PolicySpec, make_policy_folder
 from stages.ports import TokenIds
 
-MAX_CONTEXT = 256
+MAX_CONTEXT = 2048
 NUM_VERSIONS = 4
 START_DEADLINE_S = 400
 LEASH = Path(__file__).parents[4] / "ops" / "arena" / "leash.py"
@@ -34,7 +34,7 @@ SPEC = {
     "num_layers": 2,
     "num_heads": 2,
     "num_kv_heads": 1,
-    "max_context": 1024,
+    "max_context": 4096,
     "init_std": 0.12,
 }
 
