@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Final
 
 import anyio
@@ -15,6 +16,7 @@ from pipeline.metrics import REPORT_PREFIX, WorkerReport
 from pipeline.presence import dead_nodes, missing, obituary, roll_call
 from pipeline.watchdog import WATCHDOG, Stuck, told
 from schemas.messages.engines import EngineAnnouncement
+from stages.weights.receive import ERROR_LABEL, STATE_LABEL
 
 LISTEN_S = 2.5
 _FUNCTIONS: Final = {"map_rewards": "rewards", "broadcast_weights": "weights"}
@@ -67,6 +69,16 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
                 if stage.stage == "sampling" and "capacity" in report.gauges:
                     return pacing(report)
         return ""
+
+
+def weight_troubles(reports: Iterable[WorkerReport]) -> list[str]:
+    """Engines that could not load weights, or are quarantined, in words; an engine that serves says nothing."""
+    return [
+        f"{report.stage} {report.worker}: {what}: {report.labels[label]}"
+        for report in reports
+        for label, what in ((STATE_LABEL, "engine"), (ERROR_LABEL, "weights not loaded"))
+        if label in report.labels
+    ]
 
 
 def pacing(report: WorkerReport) -> str:

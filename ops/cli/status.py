@@ -16,7 +16,7 @@ from ops.cli.failing import plain_errors
 from ops.connection import look_at_run
 from ops.engines.listening import load_line
 from ops.logtools.plain import duration
-from ops.status import RunStatus, run_status
+from ops.status import RunStatus, run_status, weight_troubles
 from ops.wiring import STAGES
 
 
@@ -69,6 +69,8 @@ def _print(found: RunStatus, console: Console) -> None:
     for line in (found.pacing, f"engines {engines}" if engines else ""):
         if line:
             console.print(Text(line))
+    for line in weight_troubles(report for stage in found.stages for report in stage.workers):
+        console.print(Text(line, style="bold red"))
     for line in found.dead:
         console.print(Text(f"dead: {line}", style="bold red"))
     for host in found.dead_nodes:
