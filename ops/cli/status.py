@@ -53,6 +53,17 @@ def status(run: str | None = None, /, *, url: str | None = None, json: bool = Fa
     return 0
 
 
+def _alarms(found: RunStatus) -> list[str]:
+    """What somebody has to look at."""
+    reports = [report for stage in found.stages for report in stage.workers]
+    stuck = [
+        f"stuck: {verdict.stage} waits for {verdict.waits_for}, for {duration(found.unix_time_s - verdict.since_unix_s)}"
+        for verdict in found.stuck
+    ]
+    nodes = [f"node {host} is dead: none of its processes is left" for host in found.dead_nodes]
+    return [*weight_troubles(reports), *(f"dead: {line}" for line in found.dead), *nodes, *stuck]
+
+
 def _print(found: RunStatus, console: Console) -> None:
     log = found.log
     console.print(
@@ -69,15 +80,8 @@ def _print(found: RunStatus, console: Console) -> None:
     for line in (found.pacing, f"engines {engines}" if engines else ""):
         if line:
             console.print(Text(line))
-    for line in weight_troubles(report for stage in found.stages for report in stage.workers):
+    for line in _alarms(found):
         console.print(Text(line, style="bold red"))
-    for line in found.dead:
-        console.print(Text(f"dead: {line}", style="bold red"))
-    for host in found.dead_nodes:
-        console.print(Text(f"node {host} is dead: none of its processes is left", style="bold red"))
-    for verdict in found.stuck:
-        since = duration(found.unix_time_s - verdict.since_unix_s)
-        console.print(Text(f"stuck: {verdict.stage} waits for {verdict.waits_for}, for {since}", style="bold red"))
     table = Table(box=None, pad_edge=False, expand=True)
     table.add_column("stage", no_wrap=True)
     for name in ("workers", "in", "out", "pending", "in hand", "dead"):
