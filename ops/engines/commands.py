@@ -92,6 +92,8 @@ def _vllm(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         *("--logprobs-mode", "processed_logprobs"),
         # opens the endpoints that take and give token ids
         "--enable-scale-out",
+        # one line a call would be a line for each look at the version
+        "--disable-uvicorn-access-log",
     ]
     if settings.device == "cpu":
         argv += ["--kv-cache-memory-bytes", str(settings.kv_cache_bytes), "--enforce-eager"]
@@ -117,6 +119,7 @@ def _sglang(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         *("--max-running-requests", str(settings.max_running_requests)),
         # a stream tells what is new, not all from the start each time
         "--incremental-streaming-output",
+        *("--log-level-http", "warning"),
     ]
     env: dict[str, str] = {}
     if settings.device == "cpu":
