@@ -32,7 +32,7 @@ _KEY_AT: Final = 4
 _STEP_TOPICS: Final = frozenset({("step", "assembled"), ("step", "trained"), ("weights", "published")})
 
 
-class StepMark(msgspec.Struct, frozen=True, array_like=True):
+class StepMark(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A message that belongs to a step: its place is how a reader finds the step."""
 
     topic: str
@@ -40,14 +40,14 @@ class StepMark(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
 
 
-class TopicCount(msgspec.Struct, frozen=True, array_like=True):
+class TopicCount(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How much of a topic there is."""
 
     messages: int
     size_bytes: int
 
 
-class MessageHead(msgspec.Struct, frozen=True, kw_only=True):
+class MessageHead(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a block of messages holds."""
 
     count: int
@@ -62,14 +62,14 @@ class MessageHead(msgspec.Struct, frozen=True, kw_only=True):
     """Payloads that its messages name and that were gone when they were to be recorded."""
 
 
-class WrittenMessageHead(MessageHead, frozen=True, kw_only=True):
+class WrittenMessageHead(MessageHead, frozen=True, kw_only=True, gc=False):
     """A head as it stands in the file, with what is only looked at when a key is looked for."""
 
     entities: bytes
     """Sorted uint64 hashes of the first key token of each message and of the group in it."""
 
 
-class PayloadHead(msgspec.Struct, frozen=True, kw_only=True):
+class PayloadHead(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a block of payloads holds."""
 
     ids: bytes

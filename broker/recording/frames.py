@@ -42,7 +42,8 @@ class Kind(IntEnum):
     END = 5
 
 
-class FramePlace(msgspec.Struct, frozen=True, kw_only=True):
+# Entries of an index are made by the thousand when a file is opened and hold no cycles: gc=False, here and in blocks and index.
+class FramePlace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Where a frame stands in its file."""
 
     offset: int

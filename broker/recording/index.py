@@ -39,14 +39,14 @@ _ZSTD: Final = zstandard.FRAME_HEADER
 _HASH_BYTES: Final = 8
 
 
-class MessageEntry(msgspec.Struct, frozen=True, kw_only=True):
+class MessageEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A block of messages in the index."""
 
     place: FramePlace
     head: MessageHead
 
 
-class PayloadEntry(msgspec.Struct, frozen=True, kw_only=True):
+class PayloadEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A block of payloads in the index."""
 
     place: FramePlace
@@ -75,11 +75,11 @@ class FileIndex(msgspec.Struct, kw_only=True):
             self.header = place
 
 
-class _Entities(msgspec.Struct, frozen=True, kw_only=True):
+class _Entities(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     entities: bytes
 
 
-class _EntitiesEntry(msgspec.Struct, frozen=True, kw_only=True):
+class _EntitiesEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     head: _Entities
 
 
