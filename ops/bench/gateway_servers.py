@@ -22,13 +22,17 @@ import msgspec
 import numpy as np
 import psutil
 
+from pipeline.logs import set_up_logs
+from schemas.messages.engines import EngineAnnouncement, EngineState
 from schemas.messages.rollout import FinishReason, InteractionRecorded, SessionClosed, SessionOpened
 from schemas.payload import PayloadRef, content_id
 from stages.gateway.gateway import Gateway
 from stages.gateway.ports import SessionMessage
 from stages.gateway.serve import serve_gateway
 from stages.gateway.settings import GatewayLimits, GatewaySettings, Recording
-from stages.ports import EngineHealth, GenerateRequest, SwapMode, TokenChunk, TokenIds
+from stages.ports import EngineHealth, GenerateRequest, SwapMode, TokenChunk, TokenIds, TokenSource
+from stages.routing.router import Router
+from stages.routing.settings import RoutingSettings
 
 NUM_TOKENS: Final = 200
 """Of each answer."""
@@ -144,12 +148,26 @@ class CountingLog:
         raise KeyError(ref.id)
 
 
-def make_gateway(recording: Recording, *, num_tokens: int = NUM_TOKENS, chunk_tokens: int = NUM_TOKENS) -> Gateway:
-    """A gateway with nothing slow behind it."""
+def make_router(num_engines: int, num_tokens: int, chunk_tokens: int) -> Router:
+    """A router over engines that answer at once."""
+    router = Router(RoutingSettings(silent_s=1e9))
+    for number in range(num_engines):
+        name = f"engine-{number}"
+        serving = EngineAnnouncement(name=name, kind="instant", state=EngineState.SERVING, version=1, capacity=64)
+        router.join(InstantEngine(num_tokens, chunk_tokens), serving)
+    return router
+
+
+def make_gateway(
+    recording: Recording, *, num_tokens: int = NUM_TOKENS, chunk_tokens: int = NUM_TOKENS, num_engines: int = 0
+) -> Gateway:
+    """A gateway with nothing slow behind it: an engine in its process, or a router over `num_engines`."""
     log = CountingLog()
     limits = GatewayLimits(max_sessions=10_000)
     settings = GatewaySettings(name="bench", context_length=10**7, recording=recording, reasoning=False, limits=limits)
-    engine = InstantEngine(num_tokens, chunk_tokens)
+    engine: TokenSource = InstantEngine(num_tokens, chunk_tokens)
+    if num_engines:
+        engine = make_router(num_engines, num_tokens, chunk_tokens)
     return Gateway(settings, engine=engine, tokenizer=PlainTokenizer(), recorder=log, payloads=log)
 
 
@@ -159,11 +177,14 @@ def _pin(core: int) -> None:
         os.sched_setaffinity(0, {cores[core % len(cores)]})
 
 
-def _run_gateway(answer: Connection, recording: Recording, chunk_tokens: int, num_sessions: int) -> None:
+def _run_gateway(
+    answer: Connection, recording: Recording, chunk_tokens: int, num_sessions: int, num_engines: int
+) -> None:
     _pin(0)
+    set_up_logs(process="bench", level="WARNING")
 
     async def main() -> None:
-        gateway = make_gateway(recording, chunk_tokens=chunk_tokens)
+        gateway = make_gateway(recording, chunk_tokens=chunk_tokens, num_engines=num_engines)
         tickets = [await gateway.open_session(f"s{number}") for number in range(num_sessions)]
         await serve_gateway(gateway, ready=lambda url: answer.send((url, [one.token for one in tickets])))
 
@@ -171,11 +192,15 @@ def _run_gateway(answer: Connection, recording: Recording, chunk_tokens: int, nu
 
 
 @contextmanager
-def our_gateway(recording: Recording, *, chunk_tokens: int, num_sessions: int) -> Generator[Serving]:
-    """Our gateway, serving."""
+def our_gateway(
+    recording: Recording, *, chunk_tokens: int, num_sessions: int, num_engines: int = 0
+) -> Generator[Serving]:
+    """Our gateway, serving; with `num_engines` through the router."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_run_gateway, args=(theirs, recording, chunk_tokens, num_sessions), daemon=True)
+    process = context.Process(
+        target=_run_gateway, args=(theirs, recording, chunk_tokens, num_sessions, num_engines), daemon=True
+    )
     process.start()
     try:
         if not ours.poll(_START_S):

@@ -12,7 +12,22 @@ from rich.table import Table
 
 from ops.bench.result import BenchResult
 
-BenchName = Literal["stage", "assembly", "record", "gateway", "launch", "train", "tap", "weights", "async"]
+BenchName = Literal[
+    "stage",
+    "assembly",
+    "record",
+    "gateway",
+    "routing",
+    "launch",
+    "train",
+    "tap",
+    "weights",
+    "async",
+    "hop",
+    "latency",
+    "payload",
+    "fold",
+]
 
 
 class _Bench(Protocol):
