@@ -38,6 +38,7 @@ from schemas.topics import (
 
 log = structlog.get_logger("headrace.retention")
 
+_PIECES: Final = "weights.published.parts"
 _LOOKED_INTO: Final = frozenset(
     topic.name
     for topic in (
@@ -99,12 +100,16 @@ class LogFollower:
         self.uses.take(sequence, topic.name, found)
 
     async def _inner(self, named: NamedPayload) -> list[NamedPayload]:
-        """What the payload of a manifest or of a stream's rows names in turn."""
-        if named.path not in ("step.assembled.manifest", "stream.listed.rows"):
+        """What the payload of a manifest, of a stream's rows or of a version's pieces names in turn."""
+        if named.path not in ("step.assembled.manifest", "stream.listed.rows", _PIECES):
             return []
         try:
             return named_in_payload(named.path, await self._broker.payloads.get(named.ref))
-        except (PayloadMissingError, DigestError, msgspec.MsgspecError) as error:
+        except PayloadMissingError as error:
+            if named.path != _PIECES:  # old versions are taken out of the store by weight broadcast
+                log.warning("a payload can't be looked into", payload=named.ref.id, path=named.path, error=str(error))
+            return []
+        except (DigestError, msgspec.MsgspecError) as error:
             log.warning("a payload can't be looked into", payload=named.ref.id, path=named.path, error=str(error))
             return []
 

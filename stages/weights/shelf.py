@@ -70,11 +70,8 @@ class Shelf:
 
     async def put(self, folder: str, manifest: WeightsManifest, version: int, generation: int) -> PayloadRef:
         """Store a version's folder; the reference of its `WeightParts`."""
-        known = {
-            piece
-            for other in range(max(1, version - self._keep + 1), version)
-            for piece in await self._pieces_of(other, generation)
-        }
+        # Pieces of older versions may have been collected; those of the newest stay until this one is published.
+        known = await self._pieces_of(version - 1, generation) if version > 1 else {}
         self.sent_bytes = 0
         sizes = {manifest.file: tensor_spans(manifest), **{f.name: spans(f.size_bytes) for f in manifest.files}}
         files = [
@@ -87,7 +84,7 @@ class Shelf:
         self._pieces[version, generation] = {**pieces, ref.id: ref.size_bytes}
         return ref
 
-    async def _put_file(self, path: Path, cut: list[tuple[int, int]], known: set[str]) -> list[Part]:
+    async def _put_file(self, path: Path, cut: list[tuple[int, int]], known: Collection[str]) -> list[Part]:
         parts: dict[int, Part] = {}
         limiter = anyio.CapacityLimiter(PIECES_AT_ONCE)
         descriptor = os.open(path, os.O_RDONLY)
