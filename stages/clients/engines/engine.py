@@ -188,29 +188,33 @@ class HttpEngine:
 
     async def pause(self) -> None:
         """Sample no further token until resume; requests stay."""
-        self._paused = True
-        await self._dialect.pause(self._server)
+        async with self._swap_turn:
+            self._paused = True
+            await self._dialect.pause(self._server)
 
     async def resume(self) -> None:
         """Go on."""
-        await self._dialect.resume(self._server)
-        self._paused = False
+        async with self._swap_turn:
+            await self._dialect.resume(self._server)
+            self._paused = False
 
     async def sleep(self) -> None:
         """Pause, and give the accelerator's memory up where the server was started for that."""
-        self._paused = True
-        if self._settings.offload_in_sleep:
+        if not self._settings.offload_in_sleep:
+            await self.pause()
+            return
+        async with self._swap_turn:
+            self._paused = True
             await self._dialect.sleep(self._server)
-        else:
-            await self._dialect.pause(self._server)
 
     async def wake(self) -> None:
         """Go on with the weights that it had."""
-        if self._settings.offload_in_sleep:
+        if not self._settings.offload_in_sleep:
+            await self.resume()
+            return
+        async with self._swap_turn:
             await self._dialect.wake(self._server)
-        else:
-            await self._dialect.resume(self._server)
-        self._paused = False
+            self._paused = False
 
     async def health(self) -> EngineHealth:
         """How it is; what can't be told is said in `detail`, not raised."""

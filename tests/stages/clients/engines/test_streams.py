@@ -2,14 +2,18 @@
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.messages.rollout import FinishReason
+from stages.clients.engines.dialect import version_of
 from stages.clients.engines.http import EventSplitter, error_of
 from stages.clients.engines.labels import Labeller, VersionSpan
+from stages.clients.engines.settings import HttpEngineSettings
+from stages.clients.engines.sglang import SglangDialect
 from stages.clients.engines.watch import VersionWatch
 from stages.ports import BadRequestError, ContextOverflowError, EngineUnavailableError
 
@@ -129,3 +133,23 @@ async def test_a_question_that_fails_or_is_given_up_is_asked_again_by_the_next()
     with pytest.raises(EngineUnavailableError):
         await watch.after_now()
     assert await watch.after_now() == 4
+
+
+def test_sglang_repeats_the_last_token_of_an_answer_that_is_aborted_while_it_waits():
+    meta = {
+        "completion_tokens": 2,
+        "weight_version": "3",
+        "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+        "output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]],
+        "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+    }
+    event = msgspec.json.encode({"text": "", "output_ids": [6], "meta_info": meta})
+    read = SglangDialect(HttpEngineSettings()).read(event, num_before=2)
+    assert (read.ids, read.logprobs, read.finish) == ([], [], FinishReason.ABORT)
+    assert read.spans == [VersionSpan(3, 0, 2)]
+
+
+@pytest.mark.parametrize("label", ["v3", "", "-1", "٣"])
+def test_weights_that_something_else_has_labelled_are_not_served(label):
+    with pytest.raises(EngineUnavailableError, match="number as the weights' version"):
+        version_of(label, 0)
