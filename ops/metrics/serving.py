@@ -27,7 +27,19 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("headrace.metrics")
 
-PLACES: Final = ("sampling", "fan_out", "arena_launch", "rewards", "assembly", "weights", "gateway", "trainer", "retention", "watchdog")
+PLACES: Final = (
+    "sampling",
+    "fan_out",
+    "arena_launch",
+    "rewards",
+    "assembly",
+    "weights",
+    "gateway",
+    "trainer",
+    "retention",
+    "watchdog",
+    "engine",
+)
 """A process listens on `metrics.port` + the place of its first stage here; trainers add their rank."""
 STRIDE: Final = 64
 """A further process of the same stage on one machine takes the first free one of port + 64, + 128 …"""

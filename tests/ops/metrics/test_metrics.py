@@ -127,7 +127,7 @@ def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch):
 
 
 def test_every_stage_has_a_port_of_its_own():
-    assert set(PLACES) == {*STAGES, "watchdog"}
+    assert set(PLACES) == {*STAGES, "engine", "watchdog"}
     assert len(set(PLACES)) == len(PLACES)
     assert len({first_port(9400, stage) for stage in STAGES}) == len(STAGES)
     assert first_port(9400, "trainer", rank=3) == 9410
