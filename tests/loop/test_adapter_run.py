@@ -13,6 +13,7 @@ from schemas.topics import WEIGHTS_LOADED, WEIGHTS_PUBLISHED
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 async def test_the_builtin_engine_serves_adapters_that_are_published_alone(headrace) -> None:
     settings = {
         "policy.hidden_size": 64,
