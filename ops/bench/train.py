@@ -2,7 +2,8 @@
 
 The bare loop is what one writes by hand for rows of equal length: transformers' model and attention, a batch of whole rows,
 log-softmax of the logits, the same clipped loss, clip, AdamW. The trainer does the same step out of a manifest, with packing,
-statistics and the weights' digest. TRL's GRPOTrainer takes part where $HEADRACE_BENCH_TRL_PYTHON names a Python that has it.
+statistics and the weights' digest. TRL's GRPOTrainer takes part where $HEADRACE_BENCH_TRL_PYTHON names a Python that has it, or
+where one lies in headrace's cache (`trl/bin/python` in $HEADRACE_CACHE, else in ~/.cache/headrace).
 Reads nothing of a run; needs torch.
 """
 
@@ -102,7 +103,7 @@ def _timed(once: Callable[[], None]) -> Callable[[], float]:
 @contextmanager
 def _trl(folder: Path, manifest: Manifest, rows: dict[int, RowArrays]) -> Generator[Callable[[], float] | None]:
     """Seconds of one step of TRL's, in a process of its own; None where there is no TRL."""
-    python = os.environ.get("HEADRACE_BENCH_TRL_PYTHON", "")
+    python = _trl_python()
     if not python:
         yield None
         return
@@ -135,6 +136,14 @@ def _trl(folder: Path, manifest: Manifest, rows: dict[int, RowArrays]) -> Genera
 
         yield once
         process.stdin.close()
+
+
+def _trl_python() -> str:
+    """The interpreter that has TRL; empty: none."""
+    if named := os.environ.get("HEADRACE_BENCH_TRL_PYTHON", ""):
+        return named
+    cached = Path(os.environ.get("HEADRACE_CACHE") or Path.home() / ".cache" / "headrace") / "trl" / "bin" / "python"
+    return str(cached) if cached.exists() else ""
 
 
 def _line(process: subprocess.Popen[str]) -> str:

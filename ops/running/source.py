@@ -56,6 +56,8 @@ class SourceEnd(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None = None
     """Its last step, as its latest start set it."""
     trained: int = 0
+    generation: int = 0
+    """Newest generation of its trainer that was heard."""
 
     @property
     def reached(self) -> bool:
@@ -66,9 +68,9 @@ class SourceEnd(msgspec.Struct, frozen=True, kw_only=True):
         """The same, one message later."""
         match message:
             case RunStarted(steps=steps):
-                return SourceEnd(steps=steps, trained=self.trained)
-            case StepTrained(step=step):
-                return SourceEnd(steps=self.steps, trained=max(step, self.trained))
+                return msgspec.structs.replace(self, steps=steps)
+            case StepTrained(step=step, generation=generation) if generation >= self.generation:
+                return msgspec.structs.replace(self, trained=max(step, self.trained), generation=generation)
             case _:
                 return self
 

@@ -1,10 +1,15 @@
 """Index tensors of packs; rows of packs."""
 
+import inspect
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
 
+from stages.learning.attention import pack_layout, packed_attention, varlen_attention
 from stages.learning.packing import IGNORED_LABEL, cu_seqlens, next_token_labels, pad_pack, position_ids, predictors
 from stages.learning.rows import Rows
 
@@ -67,3 +72,39 @@ def test_reductions_over_rows_are_those_of_each_row_alone(lengths, seed):
 def test_negative_lengths_are_refused():
     with pytest.raises(ValueError, match=">= 0"):
         cu_seqlens([3, -1])
+
+
+def reference_kernel(
+    q_THE, k_TKE, v_TKE, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    """What torch's variable-length kernel computes, row by row."""
+    assert window_size == (-1, 0)
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    rows = zip(*(x.split(cu_seq_k.diff().tolist()) for x in (q_THE, k_TKE, v_TKE)), strict=True)
+    return torch.cat(
+        [
+            scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in row), is_causal=True, scale=scale, enable_gqa=enable_gqa
+            )[0].transpose(0, 1)
+            for row in rows
+        ]
+    )
+
+
+@pytest.mark.parametrize("lengths", [[9], [5, 1, 40, 6, 90], [7, 7, 8]])
+def test_a_kernel_that_takes_packs_gives_what_the_portable_way_gives(lengths):
+    theirs = list(inspect.signature(varlen_attn).parameters)
+    assert theirs[3:7] == list(inspect.signature(reference_kernel).parameters)[3:7]
+    assert {"scale", "window_size", "enable_gqa"} <= {*theirs}
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, sum(lengths), 8, generator=draw, requires_grad=True) for heads in (4, 2, 2))
+    layout = pack_layout(lengths, torch.device("cpu"))
+    portable, _ = packed_attention(torch.nn.Module(), q, k, v, None, scaling=0.3, packed=layout)
+    kernel = varlen_attention(q, k, v, layout, 0.3, reference_kernel)
+    assert kernel.shape == portable.shape == (1, sum(lengths), 4, 8)
+    torch.testing.assert_close(kernel, portable)
+    weights = torch.randn(portable.shape, generator=draw)
+    for one, other in zip(
+        *(torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (kernel, portable)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
