@@ -105,6 +105,8 @@ def _vllm(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         argv.append("--enable-sleep-mode")
     # the development mode opens pause, reload and abort
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if settings.device == "cpu":
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # each server by itself would bind to the first core, too
     if settings.api_key:
         env["VLLM_API_KEY"] = settings.api_key
     return argv, env

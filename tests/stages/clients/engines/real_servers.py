@@ -26,7 +26,8 @@ from stages.ports import TokenIds
 
 MAX_CONTEXT = 2048
 NUM_VERSIONS = 4
-START_DEADLINE_S = 400
+START_DEADLINE_S = 900
+"""A minute on an idle machine."""
 LEASH = Path(__file__).parents[4] / "ops" / "arena" / "leash.py"
 SPEC = {
     "hidden_size": 64,

@@ -86,7 +86,7 @@ def damaged(good: str, tmp_path: Path, name: str) -> str:
 
 
 @pytest.mark.resources
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 async def test_weights_that_do_not_fit_never_reach_a_server(real, versions, tmp_path):
     kind, url = real
     async with http_engine(kind, "e", url) as engine:
@@ -124,7 +124,7 @@ async def test_a_lying_checksum_is_found_where_the_file_is_read(versions, tmp_pa
 
 
 @pytest.mark.resources
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 async def test_an_id_outside_the_vocabulary_never_reaches_a_server(real):
     """It kills SGLang."""
     kind, url = real

@@ -109,12 +109,12 @@ async def compare(kind: EngineKind, url: str, folder: str, num_conversations: in
 
 
 @pytest.mark.resources
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 async def test_greedy_tokens_and_log_probs_through_the_gateway_are_the_servers_own(real, wide):
     await compare(*real, wide, 40)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 async def test_200_conversations_through_the_gateway_are_the_servers_own(real, wide):
     await compare(*real, wide, 200)

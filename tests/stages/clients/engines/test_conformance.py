@@ -27,7 +27,7 @@ from stages.ports import (
 )
 
 ENGINES = ["builtin", "scripted", "fake vllm", "fake sglang"]
-REAL = [pytest.param(name, marks=[pytest.mark.resources, pytest.mark.timeout(600)]) for name in ("vllm", "sglang")]
+REAL = [pytest.param(name, marks=[pytest.mark.resources, pytest.mark.timeout(1500)]) for name in ("vllm", "sglang")]
 LONG = 150
 
 

@@ -137,14 +137,14 @@ def check_answers(load: LoadOnEngine, folders: dict[int, str], mode: SwapMode) -
 
 
 @pytest.mark.resources
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("mode", list(SwapMode))
 async def test_swaps_under_load(real, versions, mode):
     await swaps_under_load(*real, versions, mode, num_swaps=3)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mode", list(SwapMode))
 async def test_twenty_swaps_under_load(real, versions, mode):
     await swaps_under_load(*real, versions, mode, num_swaps=20)
