@@ -22,6 +22,9 @@ LISTEN_S = 2.5
 _FUNCTIONS: Final = {"map_rewards": "rewards", "broadcast_weights": "weights"}
 """Stages whose consumer and dead letters carry their function's name instead of the service's."""
 
+_CREDIT: Final = "credit, "
+"""How sampling begins to say that nothing may be issued."""
+
 
 def service_of(name: str) -> str:
     """The service, as status names it, of a consumer or a dead letter."""
@@ -83,12 +86,12 @@ def weight_troubles(reports: Iterable[WorkerReport]) -> list[str]:
 
 def pacing(report: WorkerReport) -> str:
     """Sampling's credit in words."""
-    gauges = report.gauges
-    bound = report.waiting_for if report.waiting_for and report.waiting_for != "nothing" else "credit is there"
-    return (
-        f"capacity {gauges.get('capacity', 0):.0f} groups ({bound}; {gauges.get('groups_running', 0):.0f} running, "
-        f"{gauges.get('groups_waiting', 0):.0f} waiting)"
-    )
+    gauges, waits_for = report.gauges, report.waiting_for
+    capacity = f"capacity {gauges.get('capacity', 0):.0f} groups"
+    if waits_for.startswith(_CREDIT):
+        return f"{capacity}, {waits_for.removeprefix(_CREDIT)}"
+    running, waiting = gauges.get("groups_running", 0), gauges.get("groups_waiting", 0)
+    return f"{capacity}: {running:.0f} groups running, {waiting:.0f} waiting"
 
 
 async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float = LISTEN_S) -> RunStatus:
