@@ -11,6 +11,7 @@ from typing import Final
 from broker.api import ConsumerSettings
 from broker.topology import RunLimits, Topology, durable, run_topology
 from ops.config import RunConfig
+from pipeline.fold import FoldSettings
 from pipeline.retries import retries_of
 from pipeline.stage import AnyTopic
 from schemas.topics import EPISODE_ENDED, EPISODE_REQUESTED, GROUP_ISSUED, STEP_TRAINED
@@ -66,3 +67,8 @@ def declared_topology(config: RunConfig) -> Topology:
         for stage in durables_of(config)
     ]
     return run_topology(run, limits_of(config), durables)
+
+
+def fold_settings(config: RunConfig) -> FoldSettings:
+    """How a run's folds are checkpointed."""
+    return FoldSettings(checkpoint_period_s=config.retention.checkpoint_period_s)

@@ -17,14 +17,8 @@ from ops.adapters import LogWeights, published_generations
 from ops.config import assembly_settings, run_streams, sampling_settings
 from ops.evaluations import following
 from ops.store_readers import StoreReaders
-from ops.streams import list_streams
-from ops.topology import FAN_OUT, REWARDS, WEIGHTS, consumer_settings
-from ops.workers.arena import run_arena_launch
+from ops.topology import FAN_OUT, REWARDS, WEIGHTS, consumer_settings, fold_settings
 from ops.workers.context import WorkerContext
-from ops.workers.engine import run_engine
-from ops.workers.gateway import run_gateway
-from ops.workers.retention import fold_settings, run_retention
-from ops.workers.trainer import run_trainer
 from pipeline.fold import FoldRunner
 from pipeline.runner import RunnerSettings, StageRunner
 from pipeline.sessions import SessionReader
@@ -57,12 +51,15 @@ async def run_service(stage: str, context: WorkerContext) -> None:
 
 
 def _service(stage: str) -> Callable[[WorkerContext], Awaitable[None]]:
+    # What only some stages need (HTTP servers and clients, tokenizers, engines) is imported by those: an idle worker is light.
     match stage:
         case "sampling":
             return _sampling
         case "fan_out":
             return _fan_out
         case "arena_launch":
+            from ops.workers.arena import run_arena_launch  # noqa: PLC0415 - see above
+
             return run_arena_launch
         case "rewards":
             return _rewards
@@ -71,18 +68,28 @@ def _service(stage: str) -> Callable[[WorkerContext], Awaitable[None]]:
         case "weights":
             return _weights
         case "retention":
+            from ops.workers.retention import run_retention  # noqa: PLC0415 - see above
+
             return run_retention
         case "gateway":
+            from ops.workers.gateway import run_gateway  # noqa: PLC0415 - see above
+
             return run_gateway
         case "engine":
+            from ops.workers.engine import run_engine  # noqa: PLC0415 - see above
+
             return run_engine
         case "trainer":
+            from ops.workers.trainer import run_trainer  # noqa: PLC0415 - see above
+
             return run_trainer
         case _:
             raise ConfigError(f"stage {stage!r}: expected one of {', '.join(STAGES)}")
 
 
 async def _sampling(context: WorkerContext) -> None:
+    from ops.streams import list_streams  # noqa: PLC0415 - see `_service`
+
     metrics = context.metrics("sampling")
     metrics.wait_for("the Arena's datasets")
     await list_streams(context)

@@ -63,6 +63,59 @@ async def bare_pass_through(
         return time.perf_counter() - started
 
 
+async def bare_produce(url: str, token: str, subject: str, count: int, body: bytes) -> None:
+    """Publish `count` messages once each, confirmed, so many at once as pass-through does."""
+    async with _client(url, token) as client:
+        jetstream = client.jetstream(publish_async_max_pending=4 * _IN_FLIGHT)
+        slots = asyncio.Semaphore(_IN_FLIGHT)
+        for number in range(count):
+            await slots.acquire()
+            target = f"{subject}.{number}"
+            headers = {"Nats-Msg-Id": target, "Nats-Expected-Last-Subject-Sequence": "0"}
+            future = await jetstream.publish_async(target, body, headers=headers)
+            future.add_done_callback(lambda _future: slots.release())
+        for _ in range(_IN_FLIGHT):
+            await slots.acquire()
+
+
+async def bare_consume(
+    url: str, token: str, stream: str, pattern: str, durable: str, count: int, decode: Callable[[bytes], object]
+) -> tuple[float, float]:
+    """Pull `count` messages, decode and acknowledge each; when the first came and when the last was done."""
+    async with _client(url, token) as client:
+        first = 0.0
+        async for message in await _pull(client, stream, pattern, durable, count):
+            first = first or time.perf_counter()
+            decode(message.data)
+            await client.publish(message.reply, b"+ACK")
+        await client.flush()
+        return first, time.perf_counter()
+
+
+async def bare_latencies(
+    url: str, token: str, stream: str, subject: str, count: int, pause_s: float, body: bytes
+) -> list[float]:
+    """Seconds from publish to handler of one message at a time, over two connections."""
+    found: list[float] = []
+    async with _client(url, token) as sender, _client(url, token) as taker:
+        jetstream = sender.jetstream()
+        messages = await _pull(taker, stream, f"{subject}.>", "bare-latency", count)
+
+        async def take() -> None:
+            async for message in messages:
+                found.append(time.perf_counter() - sent[0])
+                await taker.publish(message.reply, b"+ACK")
+
+        sent = [0.0]
+        taking = asyncio.create_task(take())
+        for number in range(count):
+            await asyncio.sleep(pause_s)
+            sent[0] = time.perf_counter()
+            await jetstream.publish(f"{subject}.{number}", body)
+        await taking
+    return found
+
+
 @asynccontextmanager
 async def _client(url: str, token: str) -> AsyncGenerator[Client]:
     client = await nats.connect(url, token=token or None, pending_size=32 * 1024 * 1024)

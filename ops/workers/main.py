@@ -23,7 +23,6 @@ from ops.stopping import until_stopped
 from ops.supervise.process import EXIT_GIVEN_UP
 from ops.wiring import run_service
 from ops.workers.context import WorkerContext
-from ops.workers.prepare import prepare
 from ops.workers.slots import claim_slot
 from pipeline.logs import set_up_logs
 from pipeline.presence import PresenceLease
@@ -38,6 +37,8 @@ EXIT_DRAINED = 128 + signal.SIGTERM
 async def run_worker(stages: Sequence[str], folder: RunFolder, engine: EngineChoice | None = None) -> bool:
     """Run these services until drained (by a first signal), or until one of them fails. Whether they ended by themselves."""
     if list(stages) == ["prepare"]:
+        from ops.workers.prepare import prepare  # noqa: PLC0415 - only this process needs tokenizers and policies
+
         await anyio.to_thread.run_sync(prepare, folder)
         return True
     config, endpoints = folder.read_config(), folder.read_endpoints()

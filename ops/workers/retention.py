@@ -7,7 +7,6 @@ from ops.config import RunConfig
 from ops.retention.owner import Readers, RetentionOwner
 from ops.topology import durables_of
 from ops.workers.context import WorkerContext
-from pipeline.fold import FoldSettings
 from schemas.errors import ConfigError
 
 
@@ -28,11 +27,6 @@ def readers(config: RunConfig) -> Readers:
     """Who reads the log of a run with this config."""
     folds = ("assembly",) if config.run.from_run else ("sampling", "assembly")
     return Readers(folds=folds, durables=durables_of(config), trains=not config.run.rollout_only)
-
-
-def fold_settings(config: RunConfig) -> FoldSettings:
-    """How a run's folds are checkpointed."""
-    return FoldSettings(checkpoint_period_s=config.retention.checkpoint_period_s)
 
 
 def _collectable(store: PayloadStore) -> CollectablePayloads:
