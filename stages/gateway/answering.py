@@ -25,6 +25,8 @@ _MAX_INCOMPLETE: Final = 5
 """An incomplete character is at most three ids of the end; one more is tried for safety."""
 
 _MAX_GARBAGE: Final = 64
+_WINDOW: Final = 16
+"""Ids that are decoded together at the most before the window moves on: moving it costs another decoding."""
 
 
 class Detokenizer:
@@ -65,7 +67,7 @@ class Detokenizer:
 
     def _give(self, text: str, end: int) -> str:
         new = text[len(self._given_text) :]
-        if self._given > self._window:
+        if self._given > self._window and end - self._window > _WINDOW:
             self._window = self._given
             self._given_text = self._decode(self._ids[self._window : end])
         else:
@@ -144,7 +146,7 @@ class AnswerReader:
         return self._gathered.message()
 
     def _read(self, text: str) -> list[Event]:
-        given = self._stops.feed(text) if text else ""
+        given = self._stops.feed(text) if text and self.one_by_one else text
         return self._gathered.take(self._parser.feed(given)) if given else []
 
 
@@ -158,15 +160,15 @@ class _Gathered:
     def take(self, events: list[Event]) -> list[Event]:
         for event in events:
             match event:
+                case Text(text):
+                    self._append("text", text)
+                case Reasoning(text):
+                    self._append("reasoning", text)
                 case CallStarted():
                     self._pieces.append(("call", [str(len(self._calls))]))
                     self._calls.append((event, []))
                 case CallArguments(index, text):
                     self._calls[index][1].append(text)
-                case Reasoning(text):
-                    self._append("reasoning", text)
-                case Text(text):
-                    self._append("text", text)
         return events
 
     def _append(self, kind: str, text: str) -> None:

@@ -405,7 +405,9 @@ class _Follower:
         if self._lazy:
             return None
         if not self._reader.one_by_one:
-            await self._give(self._reader.feed(token_ids))
+            events = self._reader.feed(token_ids)
+            if events and self._emit is not None:
+                await self._emit(self._choice, events)
             return None
         for at in range(token_ids.size):
             await self._give(self._reader.feed(token_ids[at : at + 1]))

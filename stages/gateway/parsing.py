@@ -20,6 +20,7 @@ _THINK: Final = "<think>"
 _THINK_END: Final = "</think>"
 _CALL: Final = "<tool_call>"
 _CALL_END: Final = "</tool_call>"
+_BLANKS: Final = " \t\r\n"
 _LONGEST_TAG: Final = len(_CALL_END)
 
 ParsedCall = tuple[str, str]
@@ -85,6 +86,9 @@ class TaggedParser:
 
     def feed(self, text: str) -> list[Event]:
         """More text."""
+        plain = text and "<" not in text and text[-1] not in _BLANKS
+        if plain and not (self._held or self._inside or self._skip_newlines):
+            return [Text(text)]  # the usual case of a stream: nothing is held and nothing begins
         self._held += text
         events: list[Event] = []
         while self._step(events):
@@ -182,7 +186,7 @@ def _pieces(kind: type[Reasoning | Text], text: str) -> list[Event]:
     return [kind(text)] if text else []
 
 
-def _undecided(text: str, tags: tuple[str, ...], blanks: str = " \t\r\n") -> int:
+def _undecided(text: str, tags: tuple[str, ...], blanks: str = _BLANKS) -> int:
     """Characters at the end of `text` that may be the beginning of a tag, with the blanks before them."""
     if text and text[-1] not in blanks and "<" not in text[-_LONGEST_TAG:]:
         return 0  # the usual case, and this runs for each piece of a stream
