@@ -12,6 +12,7 @@ from test_receiving import FaultyEngine, ask
 from weights_case import Broadcast, write_weights
 
 from schemas.messages.engines import EngineState
+from stages.engine.gate import GatedEngine
 from stages.engine.scripted import ScriptedEngine
 from stages.ports import EngineUnavailableError, GenerateRequest, SamplingSettings, SwapMode
 from stages.training.standin import StandInBackend
@@ -20,7 +21,9 @@ from stages.weight_files.holds import announce_reading, end_reading, prune
 
 
 # prime-rl#1857: the trainer cleans up while a reader, 70 s behind, has announced a version and not yet opened it
-async def test_a_reader_seventy_seconds_behind_still_finds_its_version(broadcast: Broadcast, wait_until) -> None:
+async def test_prime_rl_1857_a_reader_seventy_seconds_behind_still_finds_its_version(
+    broadcast: Broadcast, wait_until
+) -> None:
     engine = FaultyEngine()
     engine.gate = anyio.Event()
     receiver = broadcast.new_receiver(engine)
@@ -41,7 +44,7 @@ async def test_a_reader_seventy_seconds_behind_still_finds_its_version(broadcast
     assert prune(broadcast.dir, keep_from_version=6, now=lambda: broadcast.now_s) == ["v0000005-g1"]
 
 
-async def test_a_reader_that_announced_too_long_ago_loses_its_version_and_goes_on_to_the_newest(
+async def test_prime_rl_1857_a_reader_that_announced_too_long_ago_loses_its_version_and_goes_on_to_the_newest(
     broadcast: Broadcast,
 ) -> None:
     fifth, seventh = await broadcast.publish(5), await broadcast.publish(7)
@@ -72,7 +75,7 @@ def test_a_reader_keeps_its_own_version_only(tmp_path: Path) -> None:
 
 
 # prime-rl#1857, second half: a trainer is killed while it writes version 8 and writes it again after its restart
-def test_a_version_is_seen_only_when_all_its_files_are_there(tmp_path: Path) -> None:
+def test_prime_rl_1857_a_version_is_seen_only_when_all_its_files_are_there(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     cut_off = weights / ".part-v0000008-g1-4711"
     write_weights(cut_off, 1, names=("shard",))
@@ -83,9 +86,15 @@ def test_a_version_is_seen_only_when_all_its_files_are_there(tmp_path: Path) -> 
 
 
 # vllm#57854: one of three servers fails half way through version 9; then a request to each, then version 10
-async def test_a_server_that_fails_half_way_is_out_until_the_next_version_mends_it(broadcast: Broadcast) -> None:
+async def test_vllm_57854_a_server_that_fails_half_way_is_out_until_the_next_version_mends_it(
+    broadcast: Broadcast,
+) -> None:
     engines = [FaultyEngine() for _ in range(3)]
-    receivers = [broadcast.new_receiver(engine, incarnation=str(i)) for i, engine in enumerate(engines)]
+    gates = [GatedEngine(engine) for engine in engines]
+    receivers = [
+        broadcast.new_receiver(engine, incarnation=str(i), on_state=gate.be)
+        for i, (engine, gate) in enumerate(zip(engines, gates, strict=True))
+    ]
     eighth = await broadcast.publish(8)
     assert [await receiver.load(eighth) for receiver in receivers] == [True] * 3
     engines[1].load_fails = True
@@ -98,14 +107,19 @@ async def test_a_server_that_fails_half_way_is_out_until_the_next_version_mends_
         EngineState.SERVING,
     ]
     assert [engine.version for engine in engines] == [9, 8, 9]
+    for gate, engine in ((gates[0], engines[0]), (gates[2], engines[2])):
+        assert await ask(gate) == [258], f"served by version {engine.version}"
+    with pytest.raises(EngineUnavailableError, match="quarantined: version 9"):
+        await ask(gates[1])
     engines[1].load_fails = False
     tenth = await broadcast.publish(10)
     assert [await receiver.load(tenth) for receiver in receivers] == [True] * 3
     assert {engine.version for engine in engines} == {10}
+    assert [await ask(gate) for gate in gates] == [[258]] * 3
 
 
 # radixark/miles#1724: a replacement server boots with the first weights while version 12 is current
-async def test_a_replacement_answers_nothing_that_asks_for_the_current_version_before_it_has_it(
+async def test_miles_1724_a_replacement_answers_nothing_that_asks_for_the_current_version_before_it_has_it(
     broadcast: Broadcast,
 ) -> None:
     replacement = ScriptedEngine(lambda _prompt, _number: [258])
@@ -130,7 +144,9 @@ async def ask_at(engine: ScriptedEngine, min_version: int) -> None:
         assert chunk.version >= min_version
 
 
-async def test_a_load_that_was_refused_leaves_the_version_that_is_told_unchanged(broadcast: Broadcast) -> None:
+async def test_prime_rl_1857_a_load_that_was_refused_leaves_the_version_that_is_told_unchanged(
+    broadcast: Broadcast,
+) -> None:
     assert await broadcast.receiver.load(await broadcast.publish(1))
     second = await broadcast.publish(2)
     (Path(second.directory) / "model.safetensors").write_bytes(b"short")

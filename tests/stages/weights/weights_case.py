@@ -72,7 +72,9 @@ class Broadcast:
         self.now_s = 1000.0
         self.receiver = self.new_receiver()
 
-    def new_receiver(self, engine=None, *, payloads=None, incarnation: str = "i", **settings) -> Receiver:
+    def new_receiver(
+        self, engine=None, *, payloads=None, incarnation: str = "i", on_state=None, **settings
+    ) -> Receiver:
         async def say(loaded: WeightsLoaded) -> None:
             self.said.append(loaded)
 
@@ -85,7 +87,7 @@ class Broadcast:
             say=say,
             metrics=self.metrics,
             settings=ReceiverSettings(**settings),
-            on_state=lambda state, reason: self.states.append((state.value, reason)),
+            on_state=on_state or (lambda state, reason: self.states.append((state.value, reason))),
             now=lambda: self.now_s,
         )
 
