@@ -10,17 +10,25 @@ import os
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import anyio
+import anyio.to_thread
+import msgspec
 from aiohttp import web
 
 from ops.arena.server import ArenaSecrets, serve
 from ops.arena_access import LOCAL
 from ops.config import RunConfig, run_streams
+from ops.doctor.checks import Level, check_servers
+from ops.doctor.engines import check_engines
+from ops.doctor.probe import probe_gpus, probe_machine
+from ops.doctor.servers import probe_http
+from ops.engines.plan import has_servers
 from ops.local_arena import local_arena_config
 from schemas.config_arena import ArenaRoute, StreamRunner
 from stages.clients.arena.client import ArenaAccess, ModelEndpoint, open_arena
-from stages.clients.arena.preflight import PreflightReport, preflight
+from stages.clients.arena.preflight import PreflightReport, Problem, preflight
 from stages.clients.arena.registration import RegistrationSettings, open_registrations
 from stages.clients.arena.secret import Secret, secret_from
 
@@ -28,12 +36,28 @@ _START_S = 60.0
 
 
 async def run_preflight(config: RunConfig, *, allow_unhealthy: bool) -> PreflightReport:
-    """Check all Arena streams of a config.
+    """Check all Arena streams of a config, and whether its inference servers can be started or answer.
 
     Raises:
         ConfigError: The config can't be used.
         ArenaConfigError: The local Arena's can't.
     """
+    report = await _check_streams(config, allow_unhealthy=allow_unhealthy)
+    return msgspec.structs.replace(report, problems=(*report.problems, *await _engine_problems(config)))
+
+
+async def _engine_problems(config: RunConfig) -> list[Problem]:
+    """What would keep the servers from starting, or does not answer."""
+    machine = await anyio.to_thread.run_sync(probe_machine, Path(config.run.dir))
+    gpus = await anyio.to_thread.run_sync(probe_gpus)
+    findings = check_engines(config, gpus=gpus, available_bytes=machine.available_bytes)
+    if has_servers(config.engine):
+        findings += check_servers([await probe_http("engine.urls", url, "/health") for url in config.engine.urls])
+    wrong = [finding for finding in findings if finding.level is Level.ERROR]
+    return [Problem(check=finding.check, text=f"{finding.found}; {finding.fix}") for finding in wrong]
+
+
+async def _check_streams(config: RunConfig, *, allow_unhealthy: bool) -> PreflightReport:
     streams = [stream for stream in run_streams(config).values() if stream.runner is StreamRunner.ARENA]
     if not streams:  # nothing is asked of an Arena that plays nothing
         return PreflightReport(streams=(), problems=(), allow_unhealthy=allow_unhealthy)

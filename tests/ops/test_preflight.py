@@ -63,3 +63,9 @@ def test_what_is_wrong_with_a_stream_is_never_waived(config, capsys) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] is False
     assert "loop" in report["streams"][0]["problems"][0]["text"]
+
+
+def test_servers_that_do_not_answer_stop_a_run(config, capsys) -> None:
+    servers = ["--set", "engine.kind=vllm", "--set", 'engine.urls=["http://127.0.0.1:9"]']
+    assert main(["preflight", config(), "--allow-unhealthy", *servers]) == 1
+    assert "server engine.urls: http://127.0.0.1:9" in capsys.readouterr().out
