@@ -1,6 +1,6 @@
 """Roles of a run and the least that each may do, as data for a NATS server's configuration.
 
-Who can read the whole log: fold, reader and operator. A worker reads what its durables hand out and single messages of
+Who can read the whole log: fold, reader, keeper and operator. A worker reads what its durables hand out and single messages of
 the topics it was given; a gateway reads only the topics it was given. All of them read payloads whose id they know.
 Streams and durables are made by the operator; whoever reads the whole log makes short-lived consumers for that, and a
 server can't tell those from durables: fold and reader could change the settings of one. Every user has an inbox prefix
@@ -13,12 +13,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
 from broker.naming import run_names
 from schemas.errors import InvalidIdError
 from schemas.ids import check_run_id, is_safe_token
+
+TALK: Final = ("hrm", "hrq")
+"""First tokens of a run's reports and requests, beside the port's own talk."""
+HOLDS: Final = "hold"
+"""First token of the keys by which readers hold the log (pipeline.holds)."""
+MARK: Final = "retain"
+"""Key of the low-water mark."""
 
 
 class Role(StrEnum):
@@ -31,7 +39,10 @@ class Role(StrEnum):
     FOLD = "fold"
     """Reads the whole log, publishes its topics, keeps checkpoints."""
     READER = "reader"
-    """Reads the whole log and all payloads; writes nothing."""
+    """Reads the whole log and all payloads; writes nothing but its holds on the log."""
+    KEEPER = "keeper"
+    """Reads the whole log and all last values, purges the log and collects payloads: the one who keeps the run within its
+    store."""
     OPERATOR = "operator"
     """May do everything with the run, its streams and durables."""
 
@@ -98,8 +109,10 @@ def permissions(
             f"$JS.ACK.{log}.{durable}.>",
         )
     ]
-    talk = [f"{names.talk_prefix}>"]
-    hear = [f"{inbox_prefix(user)}.>", f"{names.talk_prefix}>"]
+    places = [f"{names.talk_prefix}>", *(f"{prefix}.{run}.>" for prefix in TALK)]
+    talk = places
+    hear = [f"{inbox_prefix(user)}.>", *places]
+    hold = [f"{names.state_prefix}{HOLDS}.>", f"{api}.DIRECT.GET.{state}.{names.state_prefix}{MARK}"]
     match role:
         case Role.WORKER | Role.GATEWAY:
             publish = [*own, *get_own, *take, *read_payloads, *write_payloads, *say_present, *know, *talk]
@@ -107,7 +120,13 @@ def permissions(
             forget = f"{api}.CONSUMER.DELETE.{log}.*"
             publish = [*own, *read_log, forget, *keep_state, *read_payloads, *write_payloads, *know, *talk]
         case Role.READER:
-            publish = [*read_log, *read_payloads, *know]
+            publish = [*read_log, *read_payloads, *know, *hold]
+        case Role.KEEPER:
+            purge = [f"{api}.STREAM.PURGE.{stream}" for stream in (log, state, payloads)]
+            forget = f"{api}.CONSUMER.DELETE.{log}.*"
+            list_payloads = [f"{api}.CONSUMER.{what}.{payloads}.*" for what in ("CREATE", "INFO", "MSG.NEXT", "DELETE")]
+            publish = [*own, *read_log, forget, *keep_state, f"{api}.STREAM.INFO.{state}", *purge, *list_payloads]
+            publish += [*read_payloads, *write_payloads, *know, *talk]
         case Role.OPERATOR:
             publish = [
                 *(f"{prefix}>" for prefix in (names.log_prefix, names.state_prefix, names.payload_prefix)),

@@ -37,6 +37,7 @@ async def opened(tmp_path):
             user(Role.GATEWAY, topics=["interaction.recorded"]),
             user(Role.FOLD, topics=["step.assembled"]),
             user(Role.READER),
+            user(Role.KEEPER, topics=["run.retain"]),
             user(Role.OPERATOR),
         ],
         OTHER: [user(Role.OPERATOR, OTHER)],
@@ -140,6 +141,44 @@ async def test_a_reader_sees_all_and_changes_nothing(opened):
         ):
             with pytest.raises(NotAllowedError):
                 await forbidden
+
+
+async def test_a_reader_may_hold_the_log_and_read_the_mark_and_no_other_last_value(opened):
+    async with opened(Role.KEEPER) as keeper, opened(Role.READER) as reader:
+        await keeper.save_state("retain", b"mark")
+        await reader.save_state("hold.why.1", b"wish")
+        assert list(await keeper.list_state("hold")) == ["hold.why.1"]
+        assert (await reader.load_state("retain") or (b"",))[0] == b"mark"
+        for forbidden in (reader.save_state("retain", b"x"), reader.load_state("trainer.lease")):
+            with pytest.raises(NotAllowedError):
+                await forbidden
+
+
+async def test_the_keeper_purges_and_collects_and_publishes_its_mark_only(opened):
+    async with opened(Role.WORKER) as worker:
+        ref = await worker.payloads.put(b"payload")
+        await worker.publish(f"hr.{RUN}.episode.ended.g1.0.1", b"x")
+    async with opened(Role.KEEPER) as keeper:
+        async with keeper.read([f"hr.{RUN}.>"], follow=False) as records:
+            assert len(await take_all(records)) == 1
+        assert [status.durable for status in await keeper.consumers()] == ["map"]
+        assert await keeper.purge_below(2, pattern=f"hr.{RUN}.episode.ended.>") == 1
+        listed = [payload async for payload in keeper.payloads.stored(before_unix_s=2**40)]
+        assert [payload.id for payload in listed] == [ref.id]
+        await keeper.payloads.collect(listed[0])
+        assert (await keeper.publish(f"hr.{RUN}.run.retain.1", b"x")).created
+        with pytest.raises(NotAllowedError):
+            await keeper.publish(f"hr.{RUN}.episode.ended.g1.0.2", b"x")
+
+
+async def test_reports_and_requests_of_a_run_reach_its_own_processes_only(opened):
+    async with opened(Role.WORKER) as worker, opened(Role.FOLD) as fold:
+        async with fold.listen(f"hrm.{RUN}.>") as heard:
+            await worker.announce(f"hrm.{RUN}.fan_out", b"report")
+            assert await take(heard, 1) == [(f"hrm.{RUN}.fan_out", b"report")]
+        with pytest.raises(NotAllowedError, match="may not subscribe"):
+            async with worker.listen(f"hrm.{OTHER}.>"):
+                pass
 
 
 async def test_talk_reaches_those_of_the_run_and_answers_only_the_one_who_asked(opened):
