@@ -25,10 +25,15 @@ def mask_text(text: str) -> str:
     return _URL_USER.sub(rf"\1{MASK}@", _SECRET_TEXT.sub(rf"\1{MASK}", text))
 
 
+def is_secret_name(key: str) -> bool:
+    """Whether what goes by this name is never shown."""
+    return _SECRET_KEY.search(key) is not None
+
+
 def _mask(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     # Any: structlog's own signature
     for key, value in event.items():
-        if _SECRET_KEY.search(key):
+        if is_secret_name(key):
             event[key] = MASK
         elif isinstance(value, str):
             event[key] = mask_text(value)

@@ -289,8 +289,10 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     megatron: MegatronSection = MegatronSection()
     mismatch_kl_warning: float = 0.01
     """Warn when the engine's and the trainer's log-probs at the same weights are further apart than this (mean k3); 0 = never."""
-    tensorboard: bool = False
-    """Write each step's statistics into the run folder's `tensorboard`, too."""
+    trackers: list[str] = []
+    """Where each step's statistics go beside the log: `tensorboard`, `wandb` (offline), `trackio`, each in a folder of its name below
+    the run's.
+    """
     peak_tflops: float = 0.0
     """Peak of one device, for the model FLOPs utilisation; 0 = known by the device's name, or not told."""
     threads: int = 1

@@ -27,6 +27,7 @@ from ops.config import RunConfig, fold_digest, run_streams, sampling_settings, s
 from ops.local_arena import local_arena_config
 from ops.metrics.serving import serve_metrics
 from ops.policy_folder import prepared_digest
+from ops.redaction import redacted
 from ops.run_folder import Endpoints, RunFolder
 from ops.running.bridge import bridged
 from ops.running.disk import check_disk, watch_disk
@@ -245,7 +246,7 @@ async def _announce_start(config: RunConfig, broker: Broker, policy_digest: str)
     await run_log.publish(
         RunStarted(
             ordinal=ordinal,
-            config_json=msgspec.json.encode(config),
+            config_json=msgspec.json.encode(redacted(config)),
             config_digest=fingerprint,
             headrace_version=VERSION,
             steps=config.run.steps,

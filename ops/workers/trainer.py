@@ -11,6 +11,7 @@ import structlog
 
 from ops.config import RunConfig
 from ops.policy_folder import policy_folder
+from ops.redaction import redacted
 from ops.run_folder import RunFolder
 from ops.workers.context import WorkerContext
 from ops.workers.turns import turn_settings
@@ -19,9 +20,10 @@ from pipeline.metrics import worker_name
 from pipeline.turns import TurnTaker
 from schemas.topics import RUN_STARTED
 from stages.training.loop import FollowerLease, LoopSettings, TrainerLoop
-from stages.training.metric_sinks import MetricSink, TensorBoardSink
+from stages.training.metric_sinks import MetricSink
 from stages.training.ports import TrainerBackend
 from stages.training.standin import StandInBackend
+from stages.training.trackers import open_tracker
 from stages.weight_files.holds import prune
 
 log = structlog.get_logger("headrace.trainer")
@@ -109,8 +111,13 @@ def _pruner(context: WorkerContext, lease: HeldLease) -> Callable[[int], Awaitab
 
 
 def open_sinks(config: RunConfig, folder: RunFolder) -> Sequence[MetricSink]:
-    """Where statistics go beside the log."""
-    return (TensorBoardSink(folder.path / "tensorboard"),) if config.training.tensorboard else ()
+    """Where statistics go beside the log.
+
+    Raises:
+        TrainingError: a tracker that is not known or not installed.
+    """
+    told = redacted(config)
+    return [open_tracker(name, folder.path, config.run.id, told) for name in config.training.trackers]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Where a step's statistics go beside the run's log: TensorBoard here; another place is a class with these two methods."""
+"""Where a step's statistics go beside the run's log: TensorBoard here, others in `trackers`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter  # noqa: PLC0415 - only where it is asked for
         except ImportError as error:
-            raise TrainingError("training.tensorboard needs tensorboard: install headrace[train]") from error
+            raise TrainingError("training.trackers: tensorboard is not installed: pip install 'headrace[train]'") from error
         self._open = SummaryWriter
         self._folder = str(folder)
         self._writer: Any = None  # torch's writer is untyped
