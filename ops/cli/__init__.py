@@ -27,7 +27,6 @@ COMMANDS: Final = (
     ("engine", "ops.cli.engine:app", _RUN, "Inference servers: list, add, remove, read their logs."),
     ("arena", "ops.cli.arena:app", _RUN, "The local Arena."),
     ("broker", "ops.cli.broker:app", _RUN, "A run's streams and durables on its broker: apply, verify, diff, show."),
-    ("broker", "ops.cli.broker:app", _RUN, "A run's streams and durables on its broker: apply, verify, diff, show."),
     ("preflight", "ops.cli.preflight:preflight", _RUN, "Check a run's Arena streams without launching a task."),
     ("pause", "ops.cli.control:pause", _RUN, "Issue no new groups until resume; what is under way is finished."),
     ("resume", "ops.cli.control:resume", _RUN, "Issue groups again after a pause or a drain."),
