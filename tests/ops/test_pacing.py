@@ -7,6 +7,7 @@ import math
 import msgspec
 import pytest
 
+from ops.bench import asynchrony
 from ops.bench.pacing import Course, LivelockError, Pace, assembly_settings, sampling_settings, simulate
 from schemas.messages.rollout import Trajectory
 from schemas.messages.sampling import GroupClosed, GroupIssued, StreamRow
@@ -163,3 +164,11 @@ def test_bounds_hold_at_the_size_of_a_real_step(max_staleness: int, seed: int) -
 )
 def test_status_names_the_message_that_frees_credit(bound_by: str, untrained_step: int | None, text: str) -> None:
     assert what_frees(Credit(groups=0, bound_by=bound_by), running=7, untrained_step=untrained_step) == text
+
+
+def test_asynchrony_pays_at_the_tail_of_published_agentic_runs() -> None:
+    seconds = {
+        bound: simulate(msgspec.structs.replace(asynchrony.pace(LONG_TAIL, bound), steps=30)).seconds
+        for bound in (0, 2)
+    }
+    assert seconds[0] / seconds[2] >= 2.5
