@@ -5,7 +5,7 @@ from broker.memory import MemoryBroker, MemoryServer
 from broker.recording import Recorder, RecorderSettings, Recording, RecordingWriter, new_header, parse_rule
 from schemas import arrays
 from schemas.messages.sampling import GroupIssued, StreamListed, StreamRow
-from schemas.messages.training import Manifest, StepAssembled, WeightsPublished
+from schemas.messages.training import Manifest, Part, PartedFile, StepAssembled, WeightParts, WeightsPublished
 from schemas.payload import run_ref
 from schemas.topics import GROUP_ISSUED, STEP_ASSEMBLED, STREAM_LISTED, WEIGHTS_PUBLISHED
 
@@ -83,6 +83,22 @@ async def test_weight_files_are_kept_of_the_first_version_only(tmp_path):
     with Recording(tmp_path / "a.hrrec") as recording:
         assert recording.num_payloads == 3
         assert bytes(recording.payload(run_ref(b"weights 0"))) == b"weights 0"
+
+
+async def test_the_pieces_of_weights_are_kept_with_their_index_or_not_at_all(tmp_path):
+    broker = MemoryBroker(MemoryServer(), "r")
+    for version in (0, 1):
+        piece = await broker.payloads.put(b"piece %d" % version)
+        index = WeightParts(files=[PartedFile("f", piece.size_bytes, [Part(0, piece.size_bytes, piece.id)])])
+        parts = await broker.payloads.put(msgspec.msgpack.encode(index))
+        manifest_ref = await broker.payloads.put(b"m%d" % version)
+        message = WeightsPublished(version=version, generation=1, digest="d", manifest=manifest_ref, parts=parts)
+        await broker.publish(WEIGHTS_PUBLISHED.subject("r", message), WEIGHTS_PUBLISHED.encode(message))
+    for keep, expected in (("none", 2), ("first", 4), ("all", 6)):
+        settings = RecorderSettings(weights=keep)
+        figures = await Recorder(broker, writer(tmp_path / f"{keep}.hrrec"), settings).run(follow=False)
+        with Recording(tmp_path / f"{keep}.hrrec") as recording:
+            assert (recording.num_payloads, figures.missing) == (expected, 0)
 
 
 async def test_a_recorder_follows_and_keeps_what_stood_when_it_was_stopped(tmp_path):
