@@ -86,6 +86,8 @@ DEFINITIONS: Final[tuple[Definition, ...]] = (
     _field("report_time_seconds", Kind.GAUGE, "unix_time_s", "When the worker last looked at its counters, Unix time: stands still when its event loop does."),
     ERRORS,
     STUCK,
+    _figure("broker_connected", "", "broker_connected", "1 while all connections of the process to the broker stand."),
+    _figure("broker_reconnects_total", "", "broker_reconnects", "Times that they were renewed.", Kind.COUNTER),
     _figure("store_log_share", "retention", "log_share", "How full the run's log is, 0 to 1."),
     _figure("store_payload_share", "retention", "payload_share", "How full its payload store is, 0 to 1."),
     _figure("store_blocked", "retention", "blocked", "1 while the store is so full that nothing new is begun; `headrace status` says who holds the mark."),

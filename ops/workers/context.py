@@ -11,6 +11,7 @@ import structlog
 
 from broker.api import Broker
 from broker.errors import BrokerError
+from broker.jetstream import JetStreamBroker
 from ops.config import RunConfig
 from ops.engines.plan import EnginePlan
 from ops.run_folder import Endpoints, RunFolder
@@ -61,11 +62,31 @@ class WorkerContext:
 
     def _report(self, metrics: Metrics) -> WorkerReport:
         """A payload that waits for room or for the broker is told by every service of the process that seems to work."""
-        report = metrics.report()
+        report = self._with_connection(metrics.report())
         blocked = next(iter(self.broker.patience.blocked.items()), None)
         if blocked is None or report.waiting_for:
             return report
         return msgspec.structs.replace(report, waiting_for=blocked[0], waiting_since_unix_s=blocked[1])
+
+    def _with_connection(self, report: WorkerReport) -> WorkerReport:
+        """What the process's connections to the broker are doing, beside the stage's own figures."""
+        broker = self.broker.inner
+        if not isinstance(broker, JetStreamBroker):
+            return report
+        states = broker.connections()
+        words = ", ".join(
+            state.url if state.connected else f"away since {state.since_unix_s:.0f}: {state.last_error}"
+            for state in states
+        )
+        return msgspec.structs.replace(
+            report,
+            gauges={
+                **report.gauges,
+                "broker_connected": float(all(state.connected for state in states)),
+                "broker_reconnects": float(sum(state.reconnects for state in states)),
+            },
+            labels={**report.labels, "broker": words},
+        )
 
     def on_drain(self, drain: Callable[[], None]) -> None:
         """Call this when the process is told to end."""
