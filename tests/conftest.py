@@ -9,8 +9,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import anyio
+import hypothesis
 import pytest
 import structlog
+
+# how long an example takes says nothing about it on a busy machine
+hypothesis.settings.register_profile("headrace", deadline=None)
+hypothesis.settings.load_profile("headrace")
 
 WaitUntil = Callable[..., Awaitable[None]]
 
