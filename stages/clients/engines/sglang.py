@@ -12,12 +12,14 @@ from stages.clients.engines.dialect import Event, Load, ServerInfo, decode, fini
 from stages.clients.engines.http import Server, error_of
 from stages.clients.engines.labels import VersionSpan
 from stages.clients.engines.settings import HttpEngineSettings
-from stages.ports import EngineUnavailableError, GenerateRequest, SwapMode
+from stages.ports import BadRequestError, EngineUnavailableError, GenerateRequest, SwapMode
 
 _FINISHES: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _DONE: Final = b"[DONE]"
 _MAX_SEED: Final = 2**31 - 1
 _DRAIN_LOOK_S: Final = 0.05
+_UNUSED_PLACES: Final = 2
+"""Of the context length: answers that would reach further are cut without a word."""
 
 
 class _Finish(msgspec.Struct):
@@ -141,7 +143,7 @@ class SglangDialect:
         info = decode(await server.get("/server_info"), _ServerInfo)
         return ServerInfo(
             version=version_of(model.weight_version, self._settings.initial_version),
-            max_context=(info.context_length or info.max_req_input_len) - 1,  # the last place is never sampled into
+            max_context=(info.context_length or info.max_req_input_len) - _UNUSED_PLACES,
             model_folder=model.model_path,
         )
 
@@ -190,9 +192,17 @@ class SglangDialect:
                 await server.post("/pause_generation", {"mode": "abort"}, timeout_s=self._settings.load_timeout_s)
             case SwapMode.DRAIN:
                 with anyio.fail_after(drain_timeout_s):
-                    while (load := await self.load(server)).num_running + load.num_waiting:
+                    while not await self._idle(server):
                         await anyio.sleep(_DRAIN_LOOK_S)
                 await server.post("/pause_generation", {"mode": "retract"})
+
+    async def _idle(self, server: Server) -> bool:
+        """Whether nothing runs or waits: only then the scheduler flushes. What /v1/loads counts lags some steps behind."""
+        try:
+            await server.post("/flush_cache")
+        except BadRequestError:
+            return False
+        return True
 
     async def swap(self, server: Server, directory: str, version: int, mode: SwapMode, timeout_s: float) -> None:
         # in place, running requests hold their blocks: the flush would fail, and the version in each request's salt keeps

@@ -87,9 +87,10 @@ class FakeServer:
             post("/pause_generation", self._sglang_pause)
             post("/continue_generation", self._resume)
             post("/abort_request", self._sglang_abort)
+            post("/flush_cache", self._sglang_flush)
             post("/update_weights_from_disk", self._sglang_update)
             get("/model_info", self._says(lambda: {"model_path": self.folder, "weight_version": self.label}))
-            get("/server_info", self._says(lambda: {"context_length": MAX_CONTEXT + 1}))
+            get("/server_info", self._says(lambda: {"context_length": MAX_CONTEXT + 2}))
             get("/v1/loads", self._says(lambda: {"loads": [{"num_running_reqs": len(self.running)}]}))
         return app
 
@@ -271,6 +272,9 @@ class FakeServer:
     async def _sglang_abort(self, request: web.Request) -> web.Response:
         self._abort((await request.json())["rid"], exact=False)
         return web.Response()
+
+    async def _sglang_flush(self, _: web.Request) -> web.Response:
+        return web.Response(text="Flush cache", status=400 if self.running else 200)
 
     async def _sglang_update(self, request: web.Request) -> web.Response:
         body = await request.json()
