@@ -42,7 +42,7 @@ from stages.training.loop import row_arrays
 
 RUN: Final = "bench"
 ROUNDS: Final = 3
-SIZES: Final = {512: 6000, 8192: 2000, 65536: 300}
+SIZES: Final = {512: 3000, 8192: 800, 65536: 100}
 """Tokens of a trajectory → how many are sent a round."""
 _AT_ONCE: Final = 256
 _BYTES_AT_ONCE: Final = 32 * 2**20
