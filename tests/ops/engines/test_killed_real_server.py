@@ -101,7 +101,7 @@ async def test_a_real_server_is_killed_with_32_requests_in_flight(kind: EngineKi
             async with anyio.create_task_group() as asking:
                 for number in range(NUM_REQUESTS):
                     asking.start_soon(ask, number)
-                await wait_until(lambda: len(begun) >= 4, deadline_s=120.0)
+                await wait_until(lambda: len(begun) >= 4, deadline_s=600.0)
                 assert router.members[0].in_flight == NUM_REQUESTS
                 router.join(b, EngineAnnouncement(name="b", version=1, **told))
                 kill_server(dying)
