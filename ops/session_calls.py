@@ -26,6 +26,9 @@ from stages.gateway.session import SessionTicket as GatewayTicket
 
 log = structlog.get_logger("headrace.sessions")
 
+OWN_DEADLINE_S: Final = 5.0
+"""A gateway ends a session within milliseconds; one that does not answer for so long is gone, as its peers see it, too."""
+
 
 class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a launcher asks a gateway."""
@@ -95,10 +98,17 @@ async def serve_sessions(broker: Broker, gateway: GatewaySessions, name: str) ->
 class RemoteSessions:
     """The launch stage's `Sessions`."""
 
-    def __init__(self, broker: Broker, recorder: Recorder, *, deadline_s: float = 15.0) -> None:
+    def __init__(
+        self, broker: Broker, recorder: Recorder, *, deadline_s: float = 15.0, own_deadline_s: float = OWN_DEADLINE_S
+    ) -> None:
+        """Args:
+        deadline_s: for an answer of any gateway.
+        own_deadline_s: for one of the gateway that has the session; then any other does it.
+        """
         self._broker: Final = broker
         self._recorder: Final = recorder
         self._deadline_s: Final = deadline_s
+        self._own_deadline_s: Final = min(own_deadline_s, deadline_s)
 
     async def open(self, session: str, *, min_version: int) -> SessionTicket:
         request = SessionRequest(action="open", session=session, min_version=min_version)
@@ -122,7 +132,9 @@ class RemoteSessions:
         failure = ""
         for subject in subjects:
             try:
-                data = await self._broker.request(subject, msgspec.msgpack.encode(request), deadline_s=self._deadline_s)
+                any_one = subject == any_gateway(self._broker.run)
+                deadline_s = self._deadline_s if any_one else self._own_deadline_s
+                data = await self._broker.request(subject, msgspec.msgpack.encode(request), deadline_s=deadline_s)
             except BrokerError as error:
                 failure = str(error)
                 continue

@@ -18,16 +18,16 @@ import structlog
 
 from broker.api import Broker, Record
 from broker.errors import ConflictError
-from pipeline.errors import ContractError, FoldDivergedError
+from pipeline.errors import ContractError, FoldDivergedError, RefusedError
 from pipeline.metrics import Metrics
 from pipeline.publishing import publish_patiently
-from pipeline.retries import is_retry, retries_of
+from pipeline.retries import original, retries_of
 from pipeline.stage import AnyTopic
 from schemas.errors import DecodeError
 from schemas.messages.sampling import DeadLetter
 from schemas.messages.training import FoldCheckpoint
 from schemas.payload import PayloadRef
-from schemas.topics import DEAD_LETTER, DEAD_RETRY
+from schemas.topics import DEAD_LETTER
 
 S = TypeVar("S", bound=msgspec.Struct)
 log = structlog.get_logger("headrace.fold")
@@ -43,7 +43,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
 class Fold(Protocol[S]):
     """A pure fold. `step` may change the state in place; it must not look at a clock, a file, a random source or
-    anything else but its arguments.
+    anything else but its arguments. RefusedError makes a message a dead letter, before anything of the state was changed.
     """
 
     @property
@@ -181,22 +181,19 @@ class FoldRunner(Generic[S]):
 
     async def _fold_record(self, record: Record) -> None:
         subject, data = record.subject, record.data
-        if is_retry(subject):
-            retry = DEAD_RETRY.decode(data)
-            subject, data = retry.subject, retry.data
-        tokens = subject.split(".", 4)
-        topic = self._by_name[f"{tokens[2]}.{tokens[3]}"]
         try:
-            message: msgspec.Struct = topic.decode(data)
-        except DecodeError as error:
+            subject, data = original(self.broker.run, subject, data)
+            place = subject if subject == record.subject else None
+            message = self._topic(subject).decode_at(self.broker.run, place, data)
+            wanted = self.fold.wants(message)
+            if wanted is not None:
+                self._load(wanted, await self._payload(wanted))
+            outputs = self.fold.step(self.state, message)
+        except (DecodeError, RefusedError) as error:
             await self._dead_letter(record.sequence, subject, data, error)
             self.sequence = record.sequence
             return
         self.metrics.received += 1
-        wanted = self.fold.wants(message)
-        if wanted is not None:
-            self.fold.load(wanted, await self._payload(wanted))
-        outputs = self.fold.step(self.state, message)
         for output in outputs:
             await self._publish(output)
         self.sequence = record.sequence
@@ -204,6 +201,20 @@ class FoldRunner(Generic[S]):
         if self._on_message is not None:
             self._on_message(record.sequence, message)
         self._describe()
+
+    def _topic(self, subject: str) -> AnyTopic:
+        name = ".".join(subject.split(".", 4)[2:4])
+        topic = self._by_name.get(name)
+        if topic is None:
+            raise DecodeError(f"fold {self.fold.name} takes no message of '{name}', found a retry of '{subject[:200]}'")
+        return topic
+
+    def _load(self, ref: PayloadRef, data: memoryview) -> None:
+        """Give the fold a payload: what it holds is part of the message that names it."""
+        try:
+            self.fold.load(ref, data)
+        except msgspec.MsgspecError as error:
+            raise DecodeError(f"payload {ref.id} ({ref.size_bytes} bytes) can't be read: {error}") from error
 
     async def save(self) -> None:
         """Write a checkpoint, unless nothing is new. Another worker's newer one is respected."""
@@ -263,12 +274,14 @@ class FoldRunner(Generic[S]):
         else:
             self.metrics.adopted += 1
 
-    async def _dead_letter(self, sequence: int, of_subject: str, data: bytes, error: DecodeError) -> None:
+    async def _dead_letter(
+        self, sequence: int, of_subject: str, data: bytes, error: DecodeError | RefusedError
+    ) -> None:
         letter = DeadLetter(
             stage=self.fold.name,
             sequence=sequence,
             subject=of_subject,
-            reason="undecodable",
+            reason="undecodable" if isinstance(error, DecodeError) else "refused",
             error=str(error),
             attempts=1,
             data=data,

@@ -78,7 +78,7 @@ class RunLog:
                 tokens = record.subject.split(".", 4)
                 topic = by_prefix[f"{tokens[2]}.{tokens[3]}"]
                 try:
-                    message = topic.decode(record.data)
+                    message = topic.decode_at(self.run, record.subject, record.data)
                 except DecodeError as error:
                     log.warning("a message is passed over", subject=record.subject, error=str(error))
                     continue

@@ -16,6 +16,18 @@ def retries_of(run: str, stage: str) -> str:
     return f"{PREFIX}.{run}.{DEAD_RETRY.name}.{encode_token(stage)}.>"
 
 
+def original(run: str, subject: str, data: bytes) -> tuple[str, bytes]:
+    """Subject and bytes of the message that a record stands for: its own, or for a retry those of the dead letter.
+
+    Raises:
+        DecodeError: a retry that can't be read.
+    """
+    if not is_retry(subject):
+        return subject, data
+    retry = DEAD_RETRY.decode_at(run, subject, data)
+    return retry.subject, retry.data
+
+
 def is_retry(subject: str) -> bool:
     """Whether a subject is that of a retry."""
     return tuple(subject.split(".", 4)[2:4]) == _TOKENS

@@ -26,11 +26,11 @@ from pipeline.delivery import Ack, GiveUp, Retry, Stop, decide, decide_before
 from pipeline.errors import ContractError
 from pipeline.metrics import Metrics
 from pipeline.publishing import publish_patiently
-from pipeline.retries import is_retry, retries_of
+from pipeline.retries import original, retries_of
 from pipeline.stage import BoundStage, Outputs
 from schemas.errors import DecodeError
 from schemas.messages.sampling import DeadLetter
-from schemas.topics import DEAD_LETTER, DEAD_RETRY
+from schemas.topics import DEAD_LETTER
 
 M = TypeVar("M", bound=msgspec.Struct)
 log = structlog.get_logger("headrace.runner")
@@ -143,16 +143,15 @@ class StageRunner:
     async def _handle(self, delivery: Delivery) -> None:
         stage = self.stage
         too_often = decide_before(delivery.num_delivered, stage.policy)
-        subject, data = delivery.subject, delivery.data
-        if is_retry(subject):
-            retry = DEAD_RETRY.decode(data)
-            subject, data = retry.subject, retry.data
-        given = _Given(delivery=delivery, subject=subject, data=data)
-        if too_often is not None:
-            await self._give_up(given, too_often.reason, "its workers died or never answered")
-            return
+        given = _Given(delivery=delivery, subject=delivery.subject, data=delivery.data)
         try:
-            message = stage.consumes.decode(data)
+            subject, data = original(self.broker.run, delivery.subject, delivery.data)
+            given = _Given(delivery=delivery, subject=subject, data=data)
+            if too_often is not None:
+                await self._give_up(given, too_often.reason, "its workers died or never answered")
+                return
+            place = subject if subject == delivery.subject else None
+            message = stage.consumes.decode_at(self.broker.run, place, data)
         except DecodeError as error:
             await self._give_up(given, "undecodable", str(error))
             return

@@ -79,6 +79,28 @@ class Topic(Generic[M]):
                 f"expected a {self.message.__name__} on '{self.name}', found {len(data)} bytes: {error}"
             ) from error
 
+    def decode_at(self, run: str, subject: str | None, data: bytes | memoryview) -> M:
+        """As `decode`, for a message that stands on a run's log: it must be the message of its subject, in finite numbers.
+
+        Args:
+            run: the log's.
+            subject: where it stands; None: it may be any key's (a person put a mended message there).
+            data: its bytes.
+
+        Raises:
+            DecodeError: not a message of this topic, another key's, or with a float that is NaN or infinite.
+        """
+        message = self.decode(data)
+        try:
+            for name in self._float_fields:
+                refuse_non_finite(getattr(message, name), f"{self.message.__name__}.{name}")
+            expected = self.subject(run, message)
+        except (NonFiniteError, InvalidIdError) as error:
+            raise DecodeError(f"'{subject or self.name}' holds no message that may stand there: {error}") from error
+        if subject is not None and expected != subject:
+            raise DecodeError(f"expected the message of '{subject}' there, found that of '{expected[:200]}'")
+        return message
+
 
 def refuse_non_finite(value: object, path: str) -> None:
     """Raise NonFiniteError if a float inside `value` (structs, lists, dicts) is NaN or infinite."""

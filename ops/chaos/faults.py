@@ -36,14 +36,27 @@ class FaultPlayer:
     """Plays faults in one world."""
 
     def __init__(
-        self, world: RunUnderChaos, nodes: BrokerNodes, broker: Broker, limits: RunLimits, clock_file: Path
+        self,
+        world: RunUnderChaos,
+        nodes: BrokerNodes,
+        broker: Broker,
+        limits: RunLimits,
+        clock_file: Path,
+        *,
+        moves: Callable[[float], Awaitable[float | None]],
     ) -> None:
+        """Args:
+        moves: seconds from a time to the first work after it; None: none came.
+        """
         self._world: Final = world
         self._nodes: Final = nodes
         self._broker: Final = broker
         """Past the proxies."""
         self._limits: Final = limits
         self._clock_file: Final = clock_file
+        self._moves: Final = moves
+        self.without_node_s: Final[list[float]] = []
+        """By when work went on after one of three nodes was killed."""
         self.doubled: Final[list[str]] = []
         """Subjects under which a second message was let in."""
 
@@ -61,7 +74,7 @@ class FaultPlayer:
             case FaultKind.BROKER_STOPPED:
                 await self._stopped(fault, *every)
             case FaultKind.NODE_KILLED:
-                await self._killed(fault, node)
+                await self._node_killed(fault, node)
             case FaultKind.NODE_STOPPED:
                 await self._stopped(fault, node)
             case FaultKind.STORE_FULL:
@@ -131,6 +144,21 @@ class FaultPlayer:
         await anyio.sleep(fault.duration_s)
         await self._nodes.start(*nodes)
 
+    async def _node_killed(self, fault: Fault, node: int) -> None:
+        """One of three: the run goes on without it (where it led, others elect a leader first), then it returns.
+
+        Raises:
+            TimeoutError: the run does not go on without it.
+        """
+        await self._nodes.kill(node)
+        killed_unix_s = time.time()
+        await anyio.sleep(fault.duration_s)
+        moving_s = await self._moves(killed_unix_s + fault.duration_s)
+        await self._nodes.start(node)
+        if moving_s is None:
+            raise TimeoutError(f"no work went on while node {node} was away")
+        self.without_node_s.append(moving_s + fault.duration_s)
+
     async def _stopped(self, fault: Fault, *nodes: int) -> None:
         self._nodes.pause(*nodes)
         await anyio.sleep(fault.duration_s)
@@ -195,8 +223,7 @@ class FaultPlayer:
             await anyio.sleep(fault.duration_s)
         finally:
             self._nodes.free_disk()
-        await self._nodes.kill(0)
-        await self._nodes.start(0)
+        await self._nodes.restart(0)
 
     async def _publish_old_messages(self) -> None:
         """What stands for longer than the duplicate window is published again: the same bytes, then others."""

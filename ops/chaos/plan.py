@@ -52,7 +52,7 @@ class FaultKind(StrEnum):
     STORE_FULL = "store_full"
     """The log's limit is lowered to what it holds: every new message is refused, then room comes back."""
     DISK_FULL = "disk_full"
-    """The file system under a broker node has no byte left; later there is room, and the node is started again."""
+    """The file system under a broker node has no byte left; later there is room, and the node is restarted in good order."""
     CLOCK_JUMP = "clock_jump"
     """The wall clock of all workers jumps by up to two hours, either way."""
     WINDOW_PASSED = "window_passed"

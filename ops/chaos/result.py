@@ -48,6 +48,8 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
     trainer_generations: int
     run_starts: int
     recovery: dict[str, Recovery]
+    without_node_s: float = 0.0
+    """The longest time from the death of one of three nodes to the next work, before it was back."""
     details: list[str] = []
     """What is counted above, in words (the first 100)."""
 

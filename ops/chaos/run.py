@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -104,8 +105,10 @@ async def _run(settings: ChaosSettings, folder: Path, tell: Callable[[str], None
         async with connect(
             nodes.direct_url, config.run.id, nodes.settings("chaos"), create=True, limits=limits
         ) as broker:
-            player = FaultPlayer(world, nodes, broker, limits, clock_file)
-            course = _Course(settings, world, nodes, witness, Progress(broker), player)
+            progress = Progress(broker)
+            moves = partial(progress.moves, deadline_s=_RECOVER_S)
+            player = FaultPlayer(world, nodes, broker, limits, clock_file, moves=moves)
+            course = _Course(settings, world, nodes, witness, progress, player)
             try:
                 await course.run(broker, tell)
             finally:
@@ -248,6 +251,7 @@ class _Course:
                 kind: Recovery(moving_s=round(max(moving), 3), step_s=round(max(self._stepping[kind]), 3))
                 for kind, moving in sorted(self._moving.items())
             },
+            without_node_s=round(max(self._player.without_node_s, default=0.0), 3),
             details=[*unexplained, *doubled, *found.lost, *audited.refold_differs][:_MOST_DETAILS],
         )
 

@@ -77,6 +77,10 @@ class BrokerNodes:
         for number in numbers:
             await self.nodes[number].start()
 
+    async def restart(self, number: int) -> None:
+        """Stop a node in good order and start it again."""
+        await self.nodes[number].restart()
+
     def pause(self, *numbers: int) -> None:
         """SIGSTOP."""
         self._signal(signal.SIGSTOP, numbers)

@@ -41,6 +41,7 @@ from ops.running.server import run_broker
 from ops.running.source import check_source, find_source
 from ops.secrets import RunSecrets, run_secrets
 from ops.stopping import until_stopped
+from ops.supervise.orphans import end_orphans
 from ops.supervise.process import ProcessGivenUpError, ProcessSpec, RestartPolicy, python
 from ops.supervise.supervisor import Supervisor
 from ops.topology import declared_topology, limits_of
@@ -106,6 +107,7 @@ async def run(
         secrets = run_secrets(folder.path)
         stopped = anyio.Event()
         async with anyio.create_task_group() as tasks, _until_stopped(stopped, supervisor := Supervisor(tasks)):
+            tasks.start_soon(end_orphans)
             try:
                 await _prepare(folder, supervisor, stopped)
                 async with run_broker(config, folder, tasks) as (url, settings):
@@ -114,7 +116,6 @@ async def run(
                         recorded(recording, broker, tasks) as kept,
                         _ended(supervisor),
                     ):
-                        await forget_missing(broker, now=time.time())
                         start = await _announce_start(config, broker, prepared_digest(folder))
                         endpoints = _endpoints(config, folder, url, settings)
                         progress = Progress(config)
@@ -233,6 +234,7 @@ async def _announce_start(config: RunConfig, broker: Broker, policy_digest: str)
         ConfigError: the run was begun with other settings.
     """
     await _declare_durables(config, broker)
+    await forget_missing(broker, now=time.time())
     run_log = RunLog(broker)
     ordinal, fingerprint = 0, fold_digest(config)
     while (former := await run_log.find(RUN_STARTED, ordinal)) is not None:

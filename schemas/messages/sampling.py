@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated, Final
 
 import msgspec
 
 from schemas.payload import PayloadRef
+
+MAX_SLOTS: Final = 4096
+"""Of one group: more is a damaged message, not a wish."""
 
 
 class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +84,7 @@ class GroupIssued(msgspec.Struct, frozen=True, kw_only=True):
     prompt: PayloadRef | None = None
     epoch: int = 0
     """How many times the stream was gone through before."""
-    num_slots: int
+    num_slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS)]
     min_version: int = 0
     """Lowest weight version its tokens may be sampled with."""
     evaluation: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pipeline.errors import ContractError
+from pipeline.errors import ContractError, RefusedError
 from schemas.messages.rollout import Row, Trajectory
 from stages.assembly.filters import usable
 from stages.assembly.settings import AssemblySettings, RowsPerSlot, StaleRule, least_groups
@@ -25,12 +25,13 @@ def admit(trajectory: Trajectory, group: Group, settings: AssemblySettings) -> M
     """What a slot gave, as a member of its group.
 
     Raises:
-        ContractError: a slot outside the group, more rows than `rows_per_slot` allows, rows of one slot with different
+        RefusedError: a slot outside the group.
+        ContractError: more rows than `rows_per_slot` allows, rows of one slot with different
             rewards that no turn rewards explain, or a row of another temperature.
     """
     slot = trajectory.slot
     if not 0 <= slot < group.num_slots:
-        raise ContractError(
+        raise RefusedError(
             f"group {group.group} has slots 0 to {group.num_slots - 1}: found a trajectory for slot {slot}"
         )
     reason = _rejection(trajectory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import anyio
 import pytest
 
 from broker.memory import MemoryBroker, MemoryServer
@@ -66,6 +67,14 @@ async def test_a_dead_gateways_session_is_closed_by_another() -> None:
         await gateways["gw-2"].log.publish(SessionOpened(session="s", gateway="gw-1", token_digest="d"))
         assert (await sessions.close("s")).session == "s"
         assert gateways["gw-2"].closed == ["s"]
+
+
+async def test_a_dead_gateway_is_not_waited_for_as_long_as_a_busy_one() -> None:
+    async with launchers("gw-2") as (sessions, gateways, _):
+        patient = RemoteSessions(sessions._broker, sessions._recorder, deadline_s=600.0, own_deadline_s=0.05)
+        await gateways["gw-2"].log.publish(SessionOpened(session="s", gateway="gw-1", token_digest="d"))
+        with anyio.fail_after(20):
+            assert (await patient.close("s")).session == "s"
 
 
 async def test_an_end_that_stands_is_not_asked_for_again() -> None:

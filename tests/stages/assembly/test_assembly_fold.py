@@ -20,7 +20,7 @@ from assembly_log import (
     whole_group,
 )
 
-from pipeline.errors import ContractError
+from pipeline.errors import ContractError, RefusedError
 from pipeline.fold import Fold
 from schemas.messages.sampling import Control, ControlAction
 from schemas.payload import check_payload, inline_ref
@@ -107,8 +107,8 @@ def test_ordinals_may_come_with_holes():
     assert len(state.open) == 5
 
 
-def test_a_slot_that_the_group_does_not_have_stops_the_fold():
-    with pytest.raises(ContractError, match=r"slots 0 to 3.*slot 4"):
+def test_a_slot_that_the_group_does_not_have_is_refused():
+    with pytest.raises(RefusedError, match=r"slots 0 to 3.*slot 4"):
         outputs_of([issued(0), trajectory(0, 4, 1.0)])
 
 
