@@ -59,8 +59,8 @@ class Router:
         self._waiting: Final[OrderedDict[int, _Waiter]] = OrderedDict()
         self._num_waiters = 0
         self._num_choices = 0
-        self._away: Final[dict[str, str]] = {}
-        """Engines without a server that answers: why, for whoever waits."""
+        self._away: Final[dict[str, tuple[str, float]]] = {}
+        """Engines without a server that answers: why, for whoever waits; when they were heard."""
         self._published = 0
         self._quarantined = anyio.Event()
         self.num_tokens = 0
@@ -105,7 +105,7 @@ class Router:
 
     def away(self, announced: EngineAnnouncement) -> None:
         """An engine says how it is and has no server that answers."""
-        self._away[announced.name] = told(announced)
+        self._away[announced.name] = (told(announced), self._now())
 
     def publish(self, version: int) -> None:
         """A version stands on the log."""
@@ -114,6 +114,8 @@ class Router:
     def forget_silent(self) -> list[str]:
         """Let the engines leave that were not heard for long; their names."""
         now_s = self._now()
+        for name in [name for name, (_, heard_s) in self._away.items() if now_s - heard_s > self._settings.silent_s]:
+            del self._away[name]
         gone = [name for name, one in self._members.items() if now_s - one.heard_s > self._settings.forget_s]
         for name in gone:
             self.leave(name, f"not heard for {self._settings.forget_s:g} s")
@@ -208,7 +210,7 @@ class Router:
         return choose(
             [
                 *(one.candidate(now_s, silent_s) for one in self._members.values()),
-                *(Candidate(name=n, version=0, in_flight=0, limit=1, kept_away=why) for n, why in self._away.items()),
+                *(Candidate(name=n, version=0, in_flight=0, limit=1, kept_away=w) for n, (w, _) in self._away.items()),
             ],
             min_version=request.min_version,
             home=self._homes.get(request.session, ""),

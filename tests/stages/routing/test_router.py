@@ -259,6 +259,18 @@ async def test_an_engine_that_is_not_heard_gets_nothing_and_then_leaves() -> Non
     assert router.members == []
 
 
+async def test_a_wait_names_an_engine_whose_server_starts_as_long_as_it_is_heard() -> None:
+    now = [0.0]
+    router = Router(RoutingSettings(wait_deadline_s=0.01), now=lambda: now[0])
+    router.away(announced("e", state=EngineState.STARTING, reason="the server starts"))
+    with pytest.raises(NoEngineError, match="an engine: e starting: the server starts"):
+        await collect(router, request())
+    now[0] = 6.0
+    router.forget_silent()
+    with pytest.raises(NoEngineError, match="none has joined"):
+        await collect(router, request())
+
+
 async def test_an_engine_that_queues_gets_fewer_requests() -> None:
     router = Router(RoutingSettings(congestion_period_s=0.0))
     router.join(Engine("e"), announced("e", capacity=10))
