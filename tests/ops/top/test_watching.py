@@ -139,7 +139,7 @@ async def test_every_panel_fits_its_width(chaotic):
             model.take_report(report(stage, waiting_for="a very long explanation " * 9, waiting_since_unix_s=1.0))
         for width in (60, 80, 120, 200):
             assert len(drawn(head(model, width), width)) == 2
-            assert len(drawn(stages(model, width, 100.0), width)) == 9
+            assert len(drawn(stages(model, width, 100.0), width)) == 10
             assert len(drawn(engines(model, 0.0), width)) == 2
             assert len(drawn(rewards(model, width), width)) == 4
 
