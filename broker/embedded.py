@@ -1,6 +1,6 @@
 """A NATS server of one's own: started, watched, stopped and, for tests of it, killed.
 
-It listens on the loopback only, wants a token that lies beside its store (mode 0600), keeps its port over restarts, dies
+It listens on the loopback unless told otherwise, wants a token that lies beside its store (mode 0600), keeps its port over restarts, dies
 with the process that started it (Linux), and locks its store: a second server on the same files would destroy them. It
 must not know what is stored.
 """
@@ -39,6 +39,8 @@ _PR_SET_PDEATHSIG: Final = 1
 class EmbeddedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the embedded server is run."""
 
+    host: str = "127.0.0.1"
+    """Where it listens; another address than the loopback's is for closed networks."""
     port: int = 0
     """0: any free one, the same again after a restart."""
     binary: str = ""
@@ -55,6 +57,8 @@ class EmbeddedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Where the other nodes of a cluster come to; 0: it is a server alone."""
     routes: tuple[str, ...] = ()
     """nats://host:port of every node of the cluster."""
+    route_login: bool = False
+    """Nodes of the cluster log in at each other with the token, which is then the same on all of them."""
     start_deadline_s: float = 30.0
     stop_deadline_s: float = 10.0
 
@@ -73,7 +77,7 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """Where it listens; without the token."""
-        return f"nats://127.0.0.1:{self._port}"
+        return f"nats://{_bracketed(self.settings.host)}:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -221,7 +225,7 @@ class EmbeddedServer:
     def _write_config(self) -> Path:
         settings = self.settings
         lines = [
-            f'listen: "127.0.0.1:{self._wanted_port()}"',
+            f'listen: "{_bracketed(settings.host)}:{self._wanted_port()}"',
             f"server_name: {json.dumps(settings.server_name)}",
             f"ports_file_dir: {_quoted(self.store)}",
             f"log_file: {_quoted(self.store / 'nats-server.log')}",
@@ -238,14 +242,22 @@ class EmbeddedServer:
         if settings.route_port:
             # Clients keep to the addresses that they were given.
             lines.append(
-                f'cluster {{ name: headrace, listen: "127.0.0.1:{settings.route_port}", no_advertise: true, '
-                f"routes: [{', '.join(settings.routes)}] }}"
+                f'cluster {{ name: headrace, listen: "{_bracketed(settings.host)}:{settings.route_port}", '
+                f"no_advertise: true, {self._routes()} }}"
             )
         if settings.with_token:
             lines.append(f"authorization {{ token: {json.dumps(self._token())} }}")
         path = self.store / "nats-server.conf"
         write_private(path, "\n".join(lines) + "\n")
         return path
+
+    def _routes(self) -> str:
+        routes, login = self.settings.routes, ""
+        if self.settings.route_login:
+            token = self._token()
+            login = f"authorization {{ user: headrace, password: {json.dumps(token)} }}, "
+            routes = tuple(route.replace("://", f"://headrace:{token}@", 1) for route in routes)
+        return f"{login}routes: [{', '.join(json.dumps(route) for route in routes)}]"
 
     def _wanted_port(self) -> int:
         """The setting's port, else the one of last time if it is free, else any."""
@@ -255,7 +267,7 @@ class EmbeddedServer:
             return self._port
         noted = self.store / "port"
         port = int(noted.read_text(encoding="utf-8") or 0) if noted.is_file() else 0
-        return port if port and _is_free(port) else -1
+        return port if port and _is_free(self.settings.host, port) else -1
 
     def _token(self) -> str:
         if not self.token_file.is_file():
@@ -333,11 +345,15 @@ def _read_port(ports_file: Path) -> int:
     return int(urls[0].rpartition(":")[2]) if urls else 0
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
         return True

@@ -20,6 +20,7 @@ from broker.connect import connect
 from broker.embedded import embedded_server
 from broker.errors import NoSuchStreamError, NotConnectedError, StoreLockedError
 from broker.settings import ConnectSettings
+from ops.nodes.file import is_topology, load_cluster
 from ops.run_folder import Endpoints, RunFolder, RunFolderError
 from schemas.config import BrokerSection
 
@@ -39,20 +40,35 @@ class OpenedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_run(target: str | None) -> RunFolder:
-    """The folder that a person means: a run folder's path, a run's name below ./runs, or, with None, the newest there.
+    """The folder that a person means: a run folder's path, a run's name below ./runs, or, with None, the newest there. A
+    topology file means the folder of one of its nodes on this machine, the control node's before others'.
 
     Raises:
         RunFolderError: there is no such run.
     """
     if target is not None:
+        if is_topology(target):
+            return _node_folder(target)
         for path in (Path(target), Path("runs") / target):
             if (path / "endpoints.json").is_file():
                 return RunFolder(path)
         raise RunFolderError(f"{target}: expected the folder of a run that was started, or its name below ./runs")
-    candidates = sorted(Path("runs").glob("*/endpoints.json"), key=lambda path: path.stat().st_mtime)
+    candidates = sorted(
+        [*Path("runs").glob("*/endpoints.json"), *Path("runs").glob("*/*/endpoints.json")],
+        key=lambda path: path.stat().st_mtime,
+    )
     if not candidates:
         raise RunFolderError("no run below ./runs: name a run's folder, or give --url and --run")
     return RunFolder(candidates[-1].parent)
+
+
+def _node_folder(topology: str) -> RunFolder:
+    cluster = load_cluster(topology)
+    for node in sorted(cluster.file.nodes, key=lambda node: not node.control):
+        folder = RunFolder(cluster.run_dir(node.name))
+        if folder.endpoints_file.is_file():
+            return folder
+    raise RunFolderError(f"{topology}: no node of it was started on this machine; run this where one was")
 
 
 @asynccontextmanager
@@ -113,7 +129,8 @@ async def _answering_or_served(folder: RunFolder, name: str, stack: AsyncExitSta
 async def _answering(folder: RunFolder, name: str, stack: AsyncExitStack) -> Broker:
     async with AsyncExitStack() as attempt:
         endpoints = folder.read_endpoints()
-        await _check_port(endpoints.broker_url)
+        if "," not in endpoints.broker_url:  # of a cluster any server will do
+            await _check_port(endpoints.broker_url)
         broker = await attempt.enter_async_context(connect_to(endpoints, name=name, deadline_s=_ANSWER_S))
         await broker.log_status()  # another run's server may have taken the port
         stack.push_async_exit(attempt.pop_all().__aexit__)

@@ -23,6 +23,8 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     """Where the run's servers are. Written by the supervisor; kept, so that a restart finds the same ports."""
 
     run: str
+    node: str = ""
+    """The node of a topology whose folder this is; empty: a run on one machine."""
     broker_url: str = ""
     broker_login: ConnectSettings = ConnectSettings()
     """How to log in there: names of files, no secret."""
@@ -38,6 +40,8 @@ class RunFolder:
         self.path: Final = Path(path).absolute()
         self.config_file: Final = self.path / "config.json"
         self.endpoints_file: Final = self.path / "endpoints.json"
+        self.ready_file: Final = self.path / "ready.pid"
+        """Written by a node's supervisor once its workers are started."""
         self.logs: Final = self.path / "logs"
         self.nats: Final = self.path / "nats"
         self.weights: Final = self.path / "weights"
@@ -80,6 +84,17 @@ class RunFolder:
             file.write(str(os.getpid()))
             file.flush()
             yield
+
+    def say_ready(self) -> None:
+        """This process has started its workers."""
+        _write(self.ready_file, str(os.getpid()).encode())
+
+    def is_ready(self, pid: int) -> bool:
+        """Whether a supervisor has started its workers."""
+        try:
+            return self.ready_file.read_bytes() == str(pid).encode()
+        except OSError:
+            return False
 
     def write_config(self, config: RunConfig) -> bytes:
         """Keep the effective config for the workers; its bytes."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from pathlib import Path
 from typing import Final
 
 import msgspec
+
+from schemas.errors import ConfigError
 
 _FILE: Final = "secrets.json"
 GENERATION_KEY_ENV: Final = "HEADRACE_GENERATION_KEY"
@@ -25,30 +28,51 @@ class RunSecrets(msgspec.Struct, frozen=True, kw_only=True):
     """Control plane of the local Arena."""
     arena_llm_api_key: str
     """Model gateway of the local Arena."""
+    broker_token: str = ""
+    """The NATS servers that the nodes of a topology run."""
 
     def __repr__(self) -> str:
         return "RunSecrets(…)"
 
 
-def run_secrets(folder: Path) -> RunSecrets:
-    """The keys of a run's folder, made when missing (mode 0600). A control key in the environment goes before the folder's:
-    services that open sessions are told it beforehand.
+def run_secrets(folder: Path, file: Path | None = None, *, may_make: bool = True) -> RunSecrets:
+    """The keys of a run's folder, or of a file that several nodes share, made when missing (mode 0600). A control key in the
+    environment goes before the file's: services that open sessions are told it beforehand.
+
+    Raises:
+        ConfigError: the file is missing and may not be made here, or is no such file.
     """
-    made = _standing(folder / _FILE)
+    made = _standing(file or folder / _FILE, may_make=may_make)
     chosen = os.environ.get(CONTROL_KEY_ENV, "")
     return msgspec.structs.replace(made, control_key=chosen) if chosen else made
 
 
-def _standing(path: Path) -> RunSecrets:
+def secrets_digest(secrets: RunSecrets) -> bytes:
+    """Tells whether two nodes have the same keys, and nothing else about them."""
+    return hashlib.sha256(msgspec.json.encode(secrets)).digest()
+
+
+def _standing(path: Path, *, may_make: bool) -> RunSecrets:
     if path.is_file():
-        return msgspec.json.decode(path.read_bytes(), type=RunSecrets)
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=RunSecrets)
+        except msgspec.DecodeError:
+            raise ConfigError(f"{path}: expected the keys that `headrace up` made on the control node") from None
+    if not may_make:
+        raise ConfigError(
+            f"{path}: expected a copy of the control node's secrets file, found none: start that node first, then copy it "
+            "(mode 0600)"
+        )
     made = RunSecrets(
         generation_key=secrets.token_urlsafe(32),
         control_key=secrets.token_urlsafe(32),
         arena_token=secrets.token_urlsafe(32),
         arena_llm_api_key=secrets.token_urlsafe(32),
+        broker_token=secrets.token_urlsafe(32),
     )
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.encode(made))
+    part.replace(path)
     return made

@@ -14,6 +14,7 @@ def worker(
     url: str = "",
     name: str = "",
     slot: int = 0,
+    port: int = 0,
 ) -> int:
     """Run one or several stages of a run in this process until SIGTERM.
 
@@ -39,7 +40,9 @@ def worker(
         engine: its name in the run.
     slot
         engine: its place among the started ones; decides its port and GPUs.
+    port
+        gateway: where it listens, instead of the run's gateway port.
     """
     return worker_main(
-        stages, run_dir, log_level=log_level, engine=EngineChoice(name=name, kind=kind, url=url, slot=slot)
+        stages, run_dir, log_level=log_level, engine=EngineChoice(name=name, kind=kind, url=url, slot=slot), port=port
     )

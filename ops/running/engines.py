@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -13,8 +13,9 @@ import structlog
 
 from broker.api import Broker
 from ops.config import RunConfig
-from ops.engines.plan import EngineChoice, EnginePlan, attached_name, chosen_engine, engine_plans, has_servers
+from ops.engines.plan import EngineChoice, EnginePlan, attached_name, chosen_engine, has_servers
 from ops.engines.registry import EngineReply, EngineRequest, forget, keep, registered, registry_subject
+from ops.nodes.share import Share
 from ops.run_folder import RunFolder
 from ops.supervise.process import ProcessSpec, RestartPolicy, python
 from ops.supervise.supervisor import Supervisor
@@ -52,12 +53,14 @@ class EngineKeeper:
     def __init__(
         self,
         config: RunConfig,
+        share: Share,
         folder: RunFolder,
         environment: Mapping[str, str],
         supervisor: Supervisor,
         broker: Broker,
     ) -> None:
         self._config: Final = config
+        self._share: Final = share
         self._folder: Final = folder
         self._environment: Final = environment
         self._supervisor: Final = supervisor
@@ -68,8 +71,9 @@ class EngineKeeper:
         """Set once any engine takes requests."""
 
     async def start(self) -> None:
-        """Start a worker for every engine that is known."""
-        for plan in [*engine_plans(self._config.engine), *await registered(self._broker)]:
+        """Start a worker for every engine of the node's share; the node that controls the run has those that were added, too."""
+        added = await registered(self._broker) if self._share.control else []
+        for plan in [*self._share.engines, *added]:
             if plan.name not in self._names:
                 await self._start(plan)
 
@@ -138,19 +142,23 @@ class EngineKeeper:
 @asynccontextmanager
 async def kept_engines(
     config: RunConfig,
+    share: Share,
     folder: RunFolder,
     environment: Mapping[str, str],
     supervisor: Supervisor,
     broker: Broker,
 ) -> AsyncGenerator[anyio.Event]:
-    """A run's engines, starting; the event that one of them serves, set at once where the run has no servers."""
+    """A node's engines, starting; the event that one of the run's serves, set at once where it has no servers."""
     if not has_servers(config.engine) or config.run.from_run:
         there = anyio.Event()
         there.set()
         yield there
         return
-    keeper = EngineKeeper(config, folder, environment, supervisor, broker)
-    async with anyio.create_task_group() as tasks, broker.serve(registry_subject(broker.run), keeper.answer):
+    keeper = EngineKeeper(config, share, folder, environment, supervisor, broker)
+    async with AsyncExitStack() as stack:
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        if share.control:
+            await stack.enter_async_context(broker.serve(registry_subject(broker.run), keeper.answer))
         tasks.start_soon(keeper.listen)
         await keeper.start()
         yield keeper.serving

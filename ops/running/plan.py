@@ -1,14 +1,14 @@
-"""Which processes a run on one machine has: pure."""
+"""The processes of a node's share of a run: pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from ops.config import RunConfig
+from ops.nodes.share import Worker
 from ops.run_folder import RunFolder
 from ops.secrets import CONTROL_KEY_ENV, GENERATION_KEY_ENV, RunSecrets
 from ops.supervise.process import ProcessSpec, RestartPolicy, python
-from ops.wiring import LIGHT_STAGES
 
 
 def arena_process(
@@ -29,20 +29,23 @@ def arena_process(
 
 
 def worker_process(
-    name: str,
-    stages: tuple[str, ...],
-    folder: RunFolder,
-    environment: Mapping[str, str],
-    restart: RestartPolicy,
+    worker: Worker, folder: RunFolder, config: RunConfig, environment: Mapping[str, str], *, port: int = 0
 ) -> ProcessSpec:
-    """A process of one or several stages."""
+    """A process of one or several stages.
+
+    Args:
+        port: of a gateway beside the first one of its node.
+    """
+    where = ("--port", str(port)) if port else ()
+    if worker.stages == ("gateway",):
+        environment = {**environment, "OMP_NUM_THREADS": str(config.engine.threads)}
     return ProcessSpec(
-        name=name,
-        argv=python("-m", "ops", "worker", *stages, "--run-dir", str(folder.path)),
+        name=worker.name,
+        argv=python("-m", "ops", "worker", *worker.stages, *where, "--run-dir", str(folder.path)),
         env=environment,
-        log_file=str(folder.logs / f"{name}.log"),
+        log_file=str(folder.logs / f"{worker.name}.log"),
         stop_deadline_s=7.0,
-        restart=restart,
+        restart=RestartPolicy(max_restarts=config.run.max_restarts),
     )
 
 
@@ -64,25 +67,6 @@ def trainer_process(config: RunConfig, folder: RunFolder, environment: Mapping[s
         finishes=True,
         restart=RestartPolicy(max_restarts=max(8, config.run.max_restarts), window_s=120.0),
     )
-
-
-def run_processes(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> list[ProcessSpec]:
-    """The workers of a run, in the order of their start."""
-    restart = RestartPolicy(max_restarts=config.run.max_restarts)
-    if config.run.from_run:
-        return [
-            worker_process("stages", ("assembly", "retention"), folder, environment, restart),
-            trainer_process(config, folder, environment),
-        ]
-    gateway_environment = {**environment, "OMP_NUM_THREADS": str(config.engine.threads)}
-    light = {"stages": LIGHT_STAGES}
-    if config.run.stage_processes == "apart":
-        light = {stage: (stage,) for stage in LIGHT_STAGES}
-    workers = [
-        worker_process("gateway", ("gateway",), folder, gateway_environment, restart),
-        *(worker_process(name, stages, folder, environment, restart) for name, stages in light.items()),
-    ]
-    return workers if config.run.rollout_only else [*workers, trainer_process(config, folder, environment)]
 
 
 def run_environment(config: RunConfig, secrets: RunSecrets, *, local_arena: bool) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""One run on this machine: servers, workers, watch, end, account.
+"""A run, seen from the node that controls it: servers, workers, watch, end, account. Alone on its machine, or with other nodes.
 
 lock folder ─▶ check all ─▶ policy ─▶ NATS ─▶ run.started ─▶ Arena ─▶ workers ─▶ … ─▶ trainer done ─▶ drain ─▶ account
 """
@@ -6,7 +6,6 @@ lock folder ─▶ check all ─▶ policy ─▶ NATS ─▶ run.started ─▶
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -14,60 +13,53 @@ from typing import Final
 
 import anyio
 import msgspec
-import structlog
 
 from broker.api import Broker
-from broker.connect import connect
 from broker.jetstream import JetStreamBroker
-from broker.settings import ConnectSettings
 from ops import VERSION
 from ops.accounts import RunAccount, account
 from ops.arena_access import LOCAL, arena_access, uses_arena
 from ops.config import RunConfig, fold_digest, run_streams, sampling_settings, staleness_bound
-from ops.local_arena import local_arena_config
-from ops.metrics.serving import serve_metrics
+from ops.nodes.asking import SECRETS_KEY, TRAINED_KEY, say_over, state_bytes
+from ops.nodes.service import NodeProcesses, known_node
 from ops.policy_folder import prepared_digest
 from ops.redaction import redacted
-from ops.run_folder import Endpoints, RunFolder
+from ops.run_folder import RunFolder
 from ops.running.bridge import bridged
-from ops.running.disk import check_disk, watch_disk
+from ops.running.disk import check_disk
 from ops.running.engines import kept_engines
-from ops.running.plan import arena_process, run_environment, run_processes
+from ops.running.joining import made_streams, until_last
+from ops.running.plan import run_environment
 from ops.running.post_exit import run_post_exit
 from ops.running.progress import Progress
 from ops.running.recording import RecordingOutcome, RunRecording, check_recording, recorded
 from ops.running.rollouts import registrations_left, until_finished, until_rolled_out
 from ops.running.server import run_broker
+from ops.running.site import Site, only_node
 from ops.running.source import check_source, find_source
-from ops.secrets import RunSecrets, run_secrets
+from ops.running.starting import (
+    RunFailedError,
+    first_of,
+    has_local_arena,
+    keep_endpoints,
+    look_after,
+    prepare,
+    reach_arena,
+)
+from ops.secrets import RunSecrets, run_secrets, secrets_digest
 from ops.stopping import until_stopped
 from ops.supervise.orphans import end_orphans
-from ops.supervise.process import ProcessGivenUpError, ProcessSpec, RestartPolicy, python
+from ops.supervise.process import ProcessGivenUpError
 from ops.supervise.supervisor import Supervisor
-from ops.topology import declared_topology, limits_of
-from ops.watchdog import RunWatch
+from ops.topology import declared_topology
 from pipeline.log import RunLog
 from pipeline.presence import forget_missing
-from pipeline.watchdog import WATCHDOG
 from schemas.errors import ConfigError
 from schemas.messages.sampling import RunStarted
 from schemas.topics import RUN_STARTED
 from stages.clients.arena.client import ArenaAccess
 
-log = structlog.get_logger("headrace.run")
-
-
-_ONCE: Final = RestartPolicy(max_restarts=0)
-
-
-class RunFailedError(Exception):
-    """The run ended before its time; the text says why."""
-
-
-class RunInterruptedError(RunFailedError):
-    """Somebody stopped the run before it began."""
-
-    exit_code = 130
+_LOOK_S: Final = 0.3
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,12 +77,23 @@ async def run(
     on_progress: Callable[[Progress], None] | None = None,
     recording: RunRecording | None = None,
 ) -> RunOutcome:
-    """Run until the last step, or until interrupted.
+    """Run on this machine alone until the last step, or until interrupted; raises as `control_run` does."""
+    return await control_run(only_node(config), on_progress=on_progress, recording=recording)
+
+
+async def control_run(
+    site: Site,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    recording: RunRecording | None = None,
+) -> RunOutcome:
+    """Run this node's share and the run itself until the last step, or until interrupted.
 
     Raises:
         ConfigError, RunFolderError, ServerStartError, RecordingError: before anything started.
         RunFailedError: a process was given up.
     """
+    config = site.config
     started = time.monotonic()
     counted: RunAccount | None = None
     failure: Exception | None = None
@@ -104,37 +107,34 @@ async def run(
     with folder.lock():
         check_recording(recording, config.run.id)
         folder.write_config(config)
-        secrets = run_secrets(folder.path)
+        secrets = run_secrets(folder.path, site.secrets_file)
         stopped = anyio.Event()
         async with anyio.create_task_group() as tasks, _until_stopped(stopped, supervisor := Supervisor(tasks)):
             tasks.start_soon(end_orphans)
             try:
-                await _prepare(folder, supervisor, stopped)
-                async with run_broker(config, folder, tasks) as (url, settings):
+                await prepare(folder, supervisor, stopped)
+                async with run_broker(site, folder, secrets, tasks) as (url, settings):
                     async with (
-                        connect(url, config.run.id, settings, create=True, limits=limits_of(config)) as broker,
+                        made_streams(site, url, settings, stopped) as broker,
                         recorded(recording, broker, tasks) as kept,
                         _ended(supervisor),
                     ):
                         start = await _announce_start(config, broker, prepared_digest(folder))
-                        endpoints = _endpoints(config, folder, url, settings)
+                        await broker.save_state(SECRETS_KEY, secrets_digest(secrets))
+                        keep_endpoints(site, folder, url, settings)
                         progress = Progress(config)
                         tasks.start_soon(progress.follow, broker, on_progress)
                         async with bridged(source, broker, progress) as bridge:
-                            tasks.start_soon(_look_after, config, folder, broker, supervisor)
-                            environment = run_environment(config, secrets, local_arena=has_local_arena(config))
+                            tasks.start_soon(look_after, site, folder, broker, supervisor)
                             ends = [bridge.ended] if bridge else []
-                            async with kept_engines(config, folder, environment, supervisor, broker) as serving:
-                                await _first_of(serving, supervisor.failed, stopped)
-                                if not stopped.is_set() and supervisor.failure is None:
-                                    await _start_all(config, folder, environment, endpoints, supervisor)
-                                await _until_over(config, broker, start, supervisor, stopped, *ends)
+                            await _work(site, folder, secrets, supervisor, broker, start, stopped, *ends)
                         left = await _registrations_left(config, broker, folder, secrets)
                         await supervisor.stop()
                         failure = bridge.failure if bridge else None
                         seconds = time.monotonic() - started
                         counted = await account(broker, staleness_bound=staleness_bound(config), seconds=seconds)
                         counted = msgspec.structs.replace(counted, registrations_left=left)
+                        await _dismiss(site, broker)
                     failure = supervisor.failure or failure
             except ProcessGivenUpError as error:
                 failure = error
@@ -144,6 +144,42 @@ async def run(
     if failure is not None or counted is None:
         raise RunFailedError(str(failure or "the run ended before it began"))
     return RunOutcome(account=counted, interrupted=stopped.is_set(), recording=kept)
+
+
+async def _work(
+    site: Site,
+    folder: RunFolder,
+    secrets: RunSecrets,
+    supervisor: Supervisor,
+    broker: Broker,
+    start: int,
+    stopped: anyio.Event,
+    *ends: anyio.Event,
+) -> None:
+    """This node's processes, from the first engine to the end of the run's work."""
+    config = site.config
+    environment = run_environment(config, secrets, local_arena=has_local_arena(config))
+    processes = NodeProcesses(
+        site.share,
+        config,
+        folder,
+        environment,
+        supervisor,
+        broker,
+        address=site.address,
+        has_broker=site.server is not None,
+        on_stop=stopped.set,
+    )
+    async with (
+        kept_engines(config, site.share, folder, environment, supervisor, broker) as serving,
+        known_node(processes, broker),
+    ):
+        await first_of(serving, supervisor.failed, stopped)
+        if not stopped.is_set() and supervisor.failure is None:
+            await reach_arena(site, folder, environment, supervisor, broker)
+            await processes.start()
+            folder.say_ready()
+        await _until_over(site, broker, start, supervisor, stopped, *ends)
 
 
 async def _leave(config: RunConfig, folder: RunFolder, supervisor: Supervisor) -> None:
@@ -166,36 +202,6 @@ def _until_stopped(stopped: anyio.Event, supervisor: Supervisor) -> AbstractAsyn
     return until_stopped(stopped.set, on_force=supervisor.kill)
 
 
-async def _prepare(folder: RunFolder, supervisor: Supervisor, stopped: anyio.Event) -> None:
-    """Make or check the policy, and what only torch can check, in a process of its own: this one stays light."""
-    process = await supervisor.start(
-        ProcessSpec(
-            name="prepare",
-            argv=python("-m", "ops", "worker", "prepare", "--run-dir", str(folder.path)),
-            log_file=str(folder.logs / "prepare.log"),
-            finishes=True,
-            restart=_ONCE,
-            # One thread: the same inputs give the same bits on any machine, and no threads wait for each other on a busy one.
-            env={"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        )
-    )
-    await _first_of(process.finished, supervisor.failed, stopped)
-    if supervisor.failure is not None:
-        raise supervisor.failure
-    if stopped.is_set() and not process.finished.is_set():
-        raise RunInterruptedError("interrupted while the policy was made ready; the same command starts again")
-
-
-async def _look_after(config: RunConfig, folder: RunFolder, broker: Broker, supervisor: Supervisor) -> None:
-    """Disk and workers, for ever."""
-    watch = RunWatch(broker, config.watchdog)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watch_disk, folder, config.run.min_free_disk_bytes, supervisor.fail)
-        tasks.start_soon(watch.run)
-        if config.metrics.port:
-            tasks.start_soon(serve_metrics, config.metrics, WATCHDOG, watch.reports)
-
-
 async def _declare_durables(config: RunConfig, broker: Broker) -> None:
     """Make the durables before any worker starts.
 
@@ -204,27 +210,6 @@ async def _declare_durables(config: RunConfig, broker: Broker) -> None:
     """
     if isinstance(broker, JetStreamBroker):
         await broker.admin.apply(declared_topology(config))
-
-
-def _endpoints(config: RunConfig, folder: RunFolder, url: str, settings: ConnectSettings) -> Endpoints:
-    """Where the servers are; ports that were chosen once are kept."""
-    port = config.gateway.port
-    if not port and folder.endpoints_file.is_file():
-        port = folder.read_endpoints().gateway_port
-    endpoints = Endpoints(
-        run=config.run.id,
-        broker_url=url,
-        broker_login=settings,
-        gateway_port=port or _free_port(config.gateway.host),
-    )
-    folder.write_endpoints(endpoints)
-    return endpoints
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 async def _announce_start(config: RunConfig, broker: Broker, policy_digest: str) -> int:
@@ -266,37 +251,6 @@ def _ends_by_itself(config: RunConfig) -> bool:
     return not any(stream.open for stream in run_streams(config).values())
 
 
-def has_local_arena(config: RunConfig) -> bool:
-    """Whether the run starts an Arena of its own."""
-    return config.arena.url == LOCAL and not config.run.from_run and uses_arena(config)
-
-
-async def _start_all(
-    config: RunConfig, folder: RunFolder, environment: dict[str, str], endpoints: Endpoints, supervisor: Supervisor
-) -> None:
-    if has_local_arena(config):
-        await _start_arena(config, folder, endpoints, supervisor, environment)
-    for spec in run_processes(config, folder, environment):
-        await supervisor.start(spec)
-
-
-async def _start_arena(
-    config: RunConfig, folder: RunFolder, endpoints: Endpoints, supervisor: Supervisor, environment: dict[str, str]
-) -> None:
-    """Start the local Arena on a port that it keeps over restarts."""
-    config_file = folder.path / "arena.json"
-    served = local_arena_config(config)
-    port = served.port or _free_port(served.host)
-    config_file.write_bytes(msgspec.json.encode(msgspec.structs.replace(served, port=port)))
-
-    def ready(line: str) -> None:
-        url = msgspec.json.decode(line, type=dict[str, object])["url"]
-        folder.write_endpoints(msgspec.structs.replace(endpoints, arena_url=str(url)))
-
-    restart = RestartPolicy(max_restarts=config.run.max_restarts)
-    await supervisor.start(arena_process(folder, str(config_file), environment, restart), on_ready=ready)
-
-
 async def _registrations_left(config: RunConfig, broker: Broker, folder: RunFolder, secrets: RunSecrets) -> int | None:
     """What a run that only rolls out left at its Arena; None where that is not looked at."""
     if not (config.run.rollout_only and uses_arena(config)):
@@ -312,13 +266,17 @@ def _arena_access(config: RunConfig, folder: RunFolder, secrets: RunSecrets) -> 
 
 
 async def _until_over(
-    config: RunConfig, broker: Broker, start: int, supervisor: Supervisor, stopped: anyio.Event, *ends: anyio.Event
+    site: Site, broker: Broker, start: int, supervisor: Supervisor, stopped: anyio.Event, *ends: anyio.Event
 ) -> None:
     """Until the run's work is done, or somebody or something ends it; then only what serves others still runs."""
+    config = site.config
     async with anyio.create_task_group() as tasks:
         if config.run.rollout_only:
             ends = (*ends, rolled_out := anyio.Event())
             tasks.start_soon(until_rolled_out, broker, config, rolled_out)
+        elif not site.share.trainer:
+            ends = (*ends, trained := anyio.Event())
+            tasks.start_soon(_until_trained, broker, start, trained)
         await _until_done(supervisor, stopped, *ends)
         tasks.cancel_scope.cancel()
     await _until_evaluated(config, broker, start, supervisor, stopped)
@@ -328,7 +286,22 @@ async def _until_over(
 async def _until_done(supervisor: Supervisor, *others: anyio.Event) -> None:
     """Until the trainer has finished, a process is given up, or one of the other events comes (somebody stops the run)."""
     trainer = supervisor.processes.get("trainer")
-    await _first_of(*([trainer.finished] if trainer else []), supervisor.failed, *others)
+    await first_of(*([trainer.finished] if trainer else []), supervisor.failed, *others)
+
+
+async def _until_trained(broker: Broker, start: int, done: anyio.Event) -> None:
+    """Set the event once the trainer of another node has done its work."""
+    while int((await state_bytes(broker, TRAINED_KEY)) or b"-1") < start:
+        await anyio.sleep(_LOOK_S)
+    done.set()
+
+
+async def _dismiss(site: Site, broker: Broker) -> None:
+    """Tell the other nodes that the run is over."""
+    if site.in_topology:
+        await say_over(broker)
+        if site.server is not None:
+            await until_last(broker)
 
 
 async def _until_evaluated(
@@ -340,16 +313,5 @@ async def _until_evaluated(
     finished = anyio.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(until_finished, broker, start, finished)
-        await _first_of(finished, supervisor.failed, stopped)
+        await first_of(finished, supervisor.failed, stopped)
         tasks.cancel_scope.cancel()
-
-
-async def _first_of(*events: anyio.Event) -> None:
-    async with anyio.create_task_group() as tasks:
-
-        async def end_when(event: anyio.Event) -> None:
-            await event.wait()
-            tasks.cancel_scope.cancel()
-
-        for event in events:
-            tasks.start_soon(end_when, event)

@@ -1,4 +1,4 @@
-"""The broker of a run on this machine: the configured one, or an embedded NATS server that is started again whenever it dies."""
+"""The broker of a run, as a node sees it: somebody else's, or a NATS server of this node that is started again whenever it dies."""
 
 from __future__ import annotations
 
@@ -7,38 +7,40 @@ from contextlib import asynccontextmanager
 
 import anyio
 import anyio.abc
+import msgspec
 import structlog
 
-from broker.embedded import EmbeddedServer, EmbeddedSettings
+from broker.embedded import EmbeddedServer, write_private
 from broker.settings import ConnectSettings
-from ops.config import RunConfig
 from ops.connection import broker_login
 from ops.run_folder import RunFolder
+from ops.running.site import Site
+from ops.secrets import RunSecrets
 
 log = structlog.get_logger("headrace.run")
 
 
 @asynccontextmanager
 async def run_broker(
-    config: RunConfig, folder: RunFolder, tasks: anyio.abc.TaskGroup
+    site: Site, folder: RunFolder, secrets: RunSecrets, tasks: anyio.abc.TaskGroup
 ) -> AsyncGenerator[tuple[str, ConnectSettings]]:
     """Its URL, and how to log in there.
 
     Raises:
-        ServerStartError: the embedded server does not start.
+        ServerStartError: this node's server does not start.
     """
-    login = broker_login(config.broker, folder)
-    if config.broker.url != "embedded":
-        yield config.broker.url, login
+    login = broker_login(site.config.broker, folder)
+    if site.servers_share_token:
+        token_file = folder.path / "broker.token"
+        write_private(token_file, secrets.broker_token)
+        login = msgspec.structs.replace(login, token_file=str(token_file))
+    if site.server is None:
+        yield site.config.broker.url, login
         return
-    server = EmbeddedServer(
-        folder.nats,
-        EmbeddedSettings(
-            binary=config.broker.server_binary,
-            port=config.broker.server_port,
-            sync_interval="always" if config.broker.sync_always else "2m",
-        ),
-    )
+    server = EmbeddedServer(folder.nats, site.server)
+    if site.servers_share_token:
+        folder.nats.mkdir(parents=True, exist_ok=True)
+        write_private(server.token_file, secrets.broker_token)
     await server.start()
     scope = anyio.CancelScope()
 
@@ -52,7 +54,10 @@ async def run_broker(
 
     tasks.start_soon(watch)
     try:
-        yield server.url, server.connect_settings(login)
+        if site.servers_share_token:
+            yield site.config.broker.url, login  # any server of the cluster will do
+        else:
+            yield server.url, server.connect_settings(login)
     finally:
         scope.cancel()
         await server.stop()

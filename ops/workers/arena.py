@@ -46,7 +46,9 @@ async def run_arena_launch(context: WorkerContext) -> None:
         following = await stack.enter_async_context(anyio.create_task_group())
         runners: dict[StreamRunner, EpisodeRunner] = {}
         if any(stream.runner is StreamRunner.ARENA for stream in streams.values()):
-            slot = stack.enter_context(claim_slot(context.folder.path / "workers", STAGE))
+            slot = stack.enter_context(
+                claim_slot(context.folder.path / "workers", STAGE, host=context.endpoints.node or None)
+            )
             runners[StreamRunner.ARENA] = await stack.enter_async_context(_open_arena_runner(context, slot))
         if any(stream.runner in ADAPTERS for stream in streams.values()):
             agents = await stack.enter_async_context(open_agents(streams, config.arena, context.payloads))

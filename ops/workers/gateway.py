@@ -62,7 +62,7 @@ async def run_gateway(context: WorkerContext) -> None:
         forwarding_client() as http,
     ):
         peers = LivePeers(context.broker, HttpForwarder(http))
-        name = f"gw-{incarnation}"
+        name = "-".join(part for part in ("gw", context.endpoints.node, incarnation) if part)
         online = _online(context, name, peers)
         gateway = Gateway(
             _settings(context, name),

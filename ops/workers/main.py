@@ -34,7 +34,9 @@ EXIT_DRAINED = 128 + signal.SIGTERM
 """A trainer that was told to end before its work was done: whoever watches it starts it again."""
 
 
-async def run_worker(stages: Sequence[str], folder: RunFolder, engine: EngineChoice | None = None) -> bool:
+async def run_worker(
+    stages: Sequence[str], folder: RunFolder, engine: EngineChoice | None = None, port: int = 0
+) -> bool:
     """Run these services until drained (by a first signal), or until one of them fails. Whether they ended by themselves."""
     if list(stages) == ["prepare"]:
         from ops.workers.prepare import prepare  # noqa: PLC0415 - only this process needs tokenizers and policies
@@ -46,7 +48,7 @@ async def run_worker(stages: Sequence[str], folder: RunFolder, engine: EngineCho
     login = msgspec.structs.replace(
         endpoints.broker_login, payload_renew_after_s=config.retention.min_payload_age_s / 2
     )
-    endpoints = msgspec.structs.replace(endpoints, broker_login=login)
+    endpoints = msgspec.structs.replace(endpoints, broker_login=login, gateway_port=port or endpoints.gateway_port)
     plan = chosen_engine(engine, config.engine) if "engine" in stages else None
     async with connect_to(endpoints, name="+".join(stages)) as broker:
         context = WorkerContext(folder, config, endpoints, broker, engine=plan)
@@ -72,7 +74,7 @@ async def run_worker(stages: Sequence[str], folder: RunFolder, engine: EngineCho
 async def _present(context: WorkerContext, stages: Sequence[str]) -> AsyncGenerator[PresenceLease]:
     """A lease in a slot that no other living process of this machine has, and that a successor takes up."""
     name = f"presence.{'+'.join(stages)}"
-    with claim_slot(context.folder.path / "workers", name) as slot:
+    with claim_slot(context.folder.path / "workers", name, host=context.endpoints.node or None) as slot:
         yield PresenceLease(context.broker, slot.name.removeprefix("presence."), stages, now=context.now)
 
 
@@ -90,13 +92,18 @@ def tie_to_parent() -> None:
 
 
 def worker_main(
-    stages: Sequence[str], run_dir: str, *, log_level: str = "INFO", engine: EngineChoice | None = None
+    stages: Sequence[str],
+    run_dir: str,
+    *,
+    log_level: str = "INFO",
+    engine: EngineChoice | None = None,
+    port: int = 0,
 ) -> int:
     """The whole life of a worker process; its exit code."""
     tie_to_parent()
     set_up_logs(process="+".join(stages), level=log_level)
     try:
-        done = anyio.run(run_worker, stages, RunFolder(run_dir), engine, backend_options={"use_uvloop": True})
+        done = anyio.run(run_worker, stages, RunFolder(run_dir), engine, port, backend_options={"use_uvloop": True})
     except BaseExceptionGroup as group:
         for error in _leaves(group):
             log.exception("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)

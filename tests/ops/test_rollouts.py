@@ -3,8 +3,7 @@
 import pytest
 
 from ops.config import RunConfig, decode_config, sampling_settings
-from ops.run_folder import RunFolder
-from ops.running.plan import run_processes
+from ops.nodes.share import whole, workers
 from ops.running.rollouts import num_groups
 from stages.sampling.credit import available
 
@@ -25,9 +24,10 @@ def test_it_issues_its_epochs_or_its_steps_worth_of_groups_whichever_is_less(run
     assert num_groups(_config(run, sampling), 70) == groups
 
 
-def test_it_has_no_trainer(tmp_path) -> None:
-    names = [spec.name for spec in run_processes(_config(), RunFolder(tmp_path), {})]
-    assert names == ["gateway", "stages"]
+def test_it_has_no_trainer() -> None:
+    share = whole(_config())
+    assert not share.trainer
+    assert [worker.name for worker in workers(share, _config())] == ["gateway", "stages"]
 
 
 def test_its_sampling_is_bound_by_concurrency_alone() -> None:

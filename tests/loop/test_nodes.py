@@ -1,0 +1,170 @@
+"""Three nodes on loopback addresses of one machine: each knows the topology, the config and the secrets, and has a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import pytest
+
+from ops.connection import connect_to
+from ops.nodes.asking import nodes_of
+from ops.nodes.file import load_cluster
+from ops.run_folder import RunFolder
+from pipeline.log import RunLog
+from schemas.topics import SESSION_OPENED, STEP_TRAINED
+
+ROOT = Path(__file__).parents[2]
+SMOKE = ROOT / "examples" / "smoke.toml"
+TOPOLOGY = """
+config = "{config}"
+set = ['run.id="{run}"', 'run.dir="{folder}/{run}"', 'training.standin_step_s=0.5', 'run.steps={steps}']
+secrets = "{run}.secrets.json"
+
+[broker]
+port = {port}
+
+[[nodes]]
+name = "head"
+address = "127.0.0.2"
+control = true
+broker = true
+arena = true
+trainer = true
+fan_out = 1
+rewards = 1
+
+[[nodes]]
+name = "rollout-1"
+address = "127.0.0.3"
+launchers = 1
+gateways = 1
+
+[[nodes]]
+name = "rollout-2"
+address = "127.0.0.4"
+launchers = 1
+gateways = 1
+"""
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class Nodes:
+    """`headrace up` of each node of a topology, in processes of their own."""
+
+    def __init__(self, folder: Path, run: str, steps: int) -> None:
+        self.file = folder / f"{run}.toml"
+        self.run = run
+        self.port = _free_port("127.0.0.2")
+        self.file.write_text(TOPOLOGY.format(config=SMOKE, run=run, folder=folder, steps=steps, port=self.port))
+        self.processes: dict[str, anyio.abc.Process] = {}
+        self.folder = folder
+
+    async def up(self, node: str) -> None:
+        command = [sys.executable, "-m", "ops", "up", str(self.file), "--node", node, "--json"]
+        sink = (self.folder / f"{self.run}.{node}.log").open("ab")
+        out = (self.folder / f"{self.run}.{node}.json").open("wb")
+        with sink, out:
+            self.processes[node] = await anyio.open_process(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=sink, start_new_session=True
+            )
+
+    async def until_ready(self, *nodes: str) -> None:
+        for node in nodes:
+            folder = RunFolder(load_cluster(self.file).run_dir(node))
+            while not folder.is_ready(self.processes[node].pid):
+                assert self.processes[node].returncode is None, self.said(node)
+                await anyio.sleep(0.05)
+
+    def said(self, node: str) -> str:
+        return (self.folder / f"{self.run}.{node}.log").read_text()[-4000:]
+
+    @asynccontextmanager
+    async def broker(self) -> AsyncGenerator:
+        async with connect_to(RunFolder(self.folder / self.run / "head").read_endpoints(), name="test") as broker:
+            yield broker
+
+    async def until_step(self, step: int) -> None:
+        async with self.broker() as broker, RunLog(broker).read([STEP_TRAINED]) as entries:
+            async for entry in entries:
+                if entry.message.step >= step:
+                    return
+
+    async def until_session_at(self, node: str, after: int = 0) -> None:
+        """Until a gateway of this node took up a session after that sequence."""
+        async with self.broker() as broker, RunLog(broker).read([SESSION_OPENED], after_sequence=after) as entries:
+            async for entry in entries:
+                if entry.message.gateway.startswith(f"gw-{node}-"):
+                    return
+
+    async def result(self) -> dict:
+        code = await self.processes["head"].wait()
+        assert code == 0, self.said("head")
+        return json.loads((self.folder / f"{self.run}.head.json").read_text().splitlines()[-1])
+
+    async def end(self) -> None:
+        for process in self.processes.values():
+            if process.returncode is None:
+                process.terminate()
+        with anyio.move_on_after(30, shield=True):
+            for process in self.processes.values():
+                await process.wait()
+        for process in self.processes.values():
+            if process.returncode is None:
+                process.kill()
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncGenerator:
+    made: list[Nodes] = []
+
+    def make(run: str = "nodes", steps: int = 12) -> Nodes:
+        made.append(Nodes(tmp_path, run, steps))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.end()
+
+
+@pytest.mark.nightly
+async def test_a_rollout_node_joins_and_leaves_and_dies_while_the_run_goes_on(nodes) -> None:
+    run = nodes(steps=30)
+    await run.up("rollout-1")  # before there is anything to join
+    await run.up("head")
+    with anyio.fail_after(240):
+        await run.until_ready("head", "rollout-1")
+        await run.until_step(2)
+
+        await run.up("rollout-2")
+        await run.until_ready("rollout-2")
+        await run.until_session_at("rollout-2")
+        run.processes["rollout-2"].send_signal(signal.SIGTERM)
+        assert await run.processes["rollout-2"].wait() == 0, run.said("rollout-2")
+        async with run.broker() as broker:
+            assert set(await nodes_of(broker)) == {"head", "rollout-1"}
+            left_at = (await broker.log_status()).last_sequence
+
+        await run.up("rollout-2")
+        await run.until_ready("rollout-2")
+        await run.until_session_at("rollout-2", after=left_at)
+        os.kill(run.processes["rollout-2"].pid, signal.SIGKILL)  # its workers die with it
+        result = await run.result()
+        assert await run.processes["rollout-1"].wait() == 0, run.said("rollout-1")
+    assert result["steps"] == 30
+    assert (result["unexplained"], result["doubled"], result["dead_letters"]) == (0, 0, 0)
+    assert result["groups"]["trained"] == 120
