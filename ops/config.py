@@ -45,7 +45,7 @@ from stages.sampling.open_streams import OpenStreamSettings
 from stages.sampling.settings import SamplingSettings
 
 # Fields of AssemblySettings that other sections decide.
-_DERIVED: Final = frozenset({"run", "groups_per_step", "slots_per_group", "max_staleness", "temperature"})
+DERIVED: Final = frozenset({"run", "groups_per_step", "slots_per_group", "max_staleness", "temperature"})
 
 
 _NEVER: Final = 2**31
@@ -221,9 +221,9 @@ def assembly_settings(config: RunConfig) -> AssemblySettings:
     """
     section = config.assembly
     for key in section:
-        if key in _DERIVED:
+        if key in DERIVED:
             raise ConfigError(f"assembly.{key}: is decided by [run], [sampling] or [rollout]; set it there")
-    check_keys(section, AssemblySettings, "assembly", leave_out=_DERIVED)
+    check_keys(section, AssemblySettings, "assembly", leave_out=DERIVED)
     tree = {
         # Without training groups are closed and never make a step.
         "groups_per_step": _NEVER if config.run.rollout_only else config.sampling.groups_per_step,

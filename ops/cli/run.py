@@ -30,7 +30,7 @@ def run(
     *,
     steps: int | None = None,
     from_run: str | None = None,
-    no_training: bool = False,
+    no_training: Annotated[bool, Parameter(negative=())] = False,
     post_exit: str | None = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative=())] = None,
     record: Path | None = None,
