@@ -46,6 +46,11 @@ class LocalRabbit:
         return f"amqp://guest:guest@127.0.0.1:{self._ports[0]}/"
 
     @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._ports[0]
+
+    @property
     def pid(self) -> int:
         """The process that leads the server's group."""
         if self._process is None:

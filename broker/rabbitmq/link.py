@@ -137,7 +137,7 @@ class Link:
                 )
             except aiormq.exceptions.ProbableAuthenticationError as error:
                 raise NotAllowedError(f"{without_secret(url)} refuses the login: {error}") from error
-            except (*LOST, TimeoutError) as error:
+            except (*LOST, TimeoutError, StopAsyncIteration) as error:  # aiormq ends a broken handshake so
                 self.state.set(connected=False, error=f"{type(error).__name__}: {error}"[:200])
                 continue
             self._use(connection, url)

@@ -19,7 +19,7 @@ from broker.connect import open_admin
 from broker.errors import BrokerError, TopologyError
 from broker.topology import RunLimits, run_topology
 from ops.chaos.plan import Fault, FaultKind
-from ops.chaos.servers import BrokerNodes
+from ops.chaos.servers import BrokerUnderChaos
 from ops.chaos.world import RunUnderChaos
 
 log = structlog.get_logger("headrace.chaos")
@@ -38,7 +38,7 @@ class FaultPlayer:
     def __init__(
         self,
         world: RunUnderChaos,
-        nodes: BrokerNodes,
+        nodes: BrokerUnderChaos,
         broker: Broker,
         limits: RunLimits,
         clock_file: Path,
@@ -62,8 +62,8 @@ class FaultPlayer:
 
     async def play(self, fault: Fault) -> None:
         """One fault from its beginning to its end."""
-        every = range(len(self._nodes.nodes))
-        node = int(fault.amount * len(self._nodes.nodes))
+        every = range(self._nodes.num_nodes)
+        node = int(fault.amount * self._nodes.num_nodes)
         match fault.kind:
             case FaultKind.KILL | FaultKind.STOP | FaultKind.RESTART:
                 await self._strike(fault)

@@ -14,7 +14,7 @@ from typing import Final, Self
 import msgspec
 import structlog
 
-from ops.chaos.frames import Frame, FrameSplitter
+from ops.chaos.frames import Frame, FrameSplitter, WholeReads
 
 log = structlog.get_logger("headrace.chaos")
 
@@ -38,7 +38,11 @@ class Weather(msgspec.Struct, kw_only=True):
 class Proxy:
     """One listener on the loopback, forwarding to one port."""
 
-    def __init__(self, weather: Weather, target_port: int, *, seed: int = 0) -> None:
+    def __init__(self, weather: Weather, target_port: int, *, seed: int = 0, frames: bool = True) -> None:
+        """Args:
+        frames: the server speaks NATS: what is done to single messages can be done.
+        """
+        self._splitter: Final = FrameSplitter if frames else WholeReads
         self.target_port = target_port
         self.port = 0
         self._weather: Final = weather
@@ -92,7 +96,7 @@ class Proxy:
 
     async def _forward_up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Client to server."""
-        splitter = FrameSplitter()
+        splitter = self._splitter()
         while data := await _read(reader):
             frames = splitter.feed(data)
             if self._weather.loses_acks:
@@ -102,7 +106,7 @@ class Proxy:
 
     async def _forward_down(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Server to client."""
-        splitter = FrameSplitter()
+        splitter = self._splitter()
         while data := await _read(reader):
             now: list[Frame] = []
             for frame in splitter.feed(data):

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -21,9 +21,10 @@ from broker.errors import BrokerError
 from broker.topology import RunLimits
 from ops.chaos.auditing import Audited, audit_chaos
 from ops.chaos.faults import FaultPlayer
-from ops.chaos.plan import ON_NODES, Fault, FaultKind, plan
+from ops.chaos.plan import Fault, FaultKind, plan
+from ops.chaos.rabbit import rabbit_node
 from ops.chaos.result import ChaosResult, Recovery
-from ops.chaos.servers import BrokerNodes, broker_nodes
+from ops.chaos.servers import BrokerUnderChaos, broker_nodes
 from ops.chaos.setup import run_overrides, write_default_config
 from ops.chaos.watching import Progress
 from ops.chaos.witness import Witness, open_witness
@@ -49,6 +50,8 @@ class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     nodes: int = 1
     """1, or 3 for a cluster with replicated streams."""
+    broker: str = "nats"
+    """nats | rabbitmq."""
     kinds: frozenset[FaultKind] = frozenset(FaultKind)
     config: str = ""
     """A config file; empty = the built-in one."""
@@ -68,6 +71,12 @@ async def run_chaos(settings: ChaosSettings, *, tell: Callable[[str], None] | No
         return await _run(settings, folder, tell)
 
 
+def _open_broker(settings: ChaosSettings, folder: Path) -> AbstractAsyncContextManager[BrokerUnderChaos]:
+    if settings.broker == "rabbitmq":
+        return rabbit_node(folder, seed=settings.seed)
+    return broker_nodes(folder, settings.nodes, seed=settings.seed)
+
+
 @contextmanager
 def _folder(asked: str) -> Generator[Path]:
     """The folder that was asked for, or a temporary one."""
@@ -84,14 +93,12 @@ async def _run(settings: ChaosSettings, folder: Path, tell: Callable[[str], None
     began_s = time.monotonic()
     config_file = Path(settings.config) if settings.config else write_default_config(folder)
     clock_file = folder / "clock_offset"
-    async with broker_nodes(folder, settings.nodes, seed=settings.seed) as nodes, open_witness() as witness:
+    async with _open_broker(settings, folder) as nodes, open_witness() as witness:
         overrides = (
             *settings.overrides,
+            *nodes.overrides(),
             *run_overrides(
                 run_dir=folder / "run",
-                broker_url=nodes.url,
-                token_file=nodes.token_file,
-                num_nodes=settings.nodes,
                 public_url=witness.url,
             ),
         )
@@ -125,7 +132,7 @@ class _Course:
         self,
         settings: ChaosSettings,
         world: RunUnderChaos,
-        nodes: BrokerNodes,
+        nodes: BrokerUnderChaos,
         witness: Witness,
         progress: Progress,
         player: FaultPlayer,
@@ -167,12 +174,7 @@ class _Course:
             tasks.cancel_scope.cancel()
 
     def _kinds(self) -> frozenset[FaultKind]:
-        kinds = self._settings.kinds
-        if self._settings.nodes == 1:
-            kinds -= ON_NODES
-        if self._nodes.small_disk is None:
-            kinds -= {FaultKind.DISK_FULL}
-        return kinds
+        return self._settings.kinds & self._nodes.kinds()
 
     async def _point_witness(self) -> None:
         while not self._witness.gateway_url:

@@ -6,16 +6,17 @@ workers ──▶ proxy per node ──▶ nats-server ──▶ store (on a sma
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import anyio
 import structlog
@@ -24,6 +25,7 @@ from broker.connect import open_admin
 from broker.embedded import EmbeddedServer, EmbeddedSettings, write_private
 from broker.errors import BrokerError
 from broker.settings import ConnectSettings
+from ops.chaos.plan import ON_NODES, FaultKind
 from ops.chaos.proxy import Proxy, Weather
 
 log = structlog.get_logger("headrace.chaos")
@@ -33,13 +35,69 @@ STORE_BYTES: Final = 512 * 1024**2
 _READY_S: Final = 60.0
 
 
+class BrokerUnderChaos(Protocol):
+    """The broker of a chaos run, whatever it is."""
+
+    proxies: Final[Sequence[Proxy]]
+    weather: Final[Weather]
+    small_disk: Final[Path | None]
+    """The first node's store, where it is a file system of its own."""
+    num_nodes: Final[int]
+
+    @property
+    def direct_url(self) -> str:
+        """Past the proxies."""
+        ...
+
+    def settings(self, name: str) -> ConnectSettings:
+        """For a connection of chaos itself."""
+        ...
+
+    def overrides(self) -> Sequence[str]:
+        """Where the run finds it, as settings of its config."""
+        ...
+
+    def kinds(self) -> frozenset[FaultKind]:
+        """The faults that can be played on it."""
+        ...
+
+    async def kill(self, *numbers: int) -> None:
+        """Kill -9 of these nodes, at the same time."""
+        ...
+
+    async def start(self, *numbers: int) -> None:
+        """Start these nodes again."""
+        ...
+
+    async def restart(self, number: int) -> None:
+        """SIGTERM, and a start."""
+        ...
+
+    def pause(self, *numbers: int) -> None:
+        """SIGSTOP."""
+        ...
+
+    def go_on(self, *numbers: int) -> None:
+        """SIGCONT."""
+        ...
+
+    def fill_disk(self) -> None:
+        """Leave no byte on the small file system."""
+        ...
+
+    def free_disk(self) -> None:
+        """Give the room back."""
+        ...
+
+
 class BrokerNodes:
-    """All nodes, and what can be done to them; open with `broker_nodes`."""
+    """NATS nodes; open with `broker_nodes`."""
 
     def __init__(
         self, nodes: list[EmbeddedServer], proxies: list[Proxy], weather: Weather, small_disk: Path | None
     ) -> None:
         self.nodes: Final = nodes
+        self.num_nodes: Final = len(nodes)
         self.proxies: Final = proxies
         self.weather: Final = weather
         self.small_disk: Final = small_disk
@@ -64,8 +122,20 @@ class BrokerNodes:
         """For a connection of chaos itself."""
         return ConnectSettings(name=name, token_file=str(self.token_file))
 
+    def overrides(self) -> Sequence[str]:
+        return (
+            f"broker.url={json.dumps(self.url)}",
+            f"broker.token_file={json.dumps(str(self.token_file))}",
+            f"broker.replicas={self.num_nodes}",
+        )
+
+    def kinds(self) -> frozenset[FaultKind]:
+        kinds = frozenset(FaultKind)
+        if self.num_nodes == 1:
+            kinds -= ON_NODES
+        return kinds if self.small_disk else kinds - {FaultKind.DISK_FULL}
+
     async def kill(self, *numbers: int) -> None:
-        """Kill -9 of these nodes, at the same time."""
         for number in numbers:
             if self.nodes[number].pid:
                 os.kill(self.nodes[number].pid, signal.SIGKILL)
@@ -73,7 +143,6 @@ class BrokerNodes:
             await self.nodes[number].kill()
 
     async def start(self, *numbers: int) -> None:
-        """Start these nodes again."""
         for number in numbers:
             await self.nodes[number].start()
 

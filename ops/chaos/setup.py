@@ -95,15 +95,10 @@ def write_default_config(folder: Path) -> Path:
     return path
 
 
-def run_overrides(
-    *, run_dir: Path, broker_url: str, token_file: Path, num_nodes: int, public_url: str
-) -> Sequence[str]:
-    """What chaos decides in any config: where the run, its broker and its gateway are."""
+def run_overrides(*, run_dir: Path, public_url: str) -> Sequence[str]:
+    """What chaos decides in any config, beside the broker: where the run and its gateway are, and how much its log may hold."""
     return (
         f"run.dir={json.dumps(str(run_dir))}",
-        f"broker.url={json.dumps(broker_url)}",
-        f"broker.token_file={json.dumps(str(token_file))}",
-        f"broker.replicas={num_nodes}",
         f"broker.max_bytes={128 * 1024**2}",
         f"broker.max_payload_store_bytes={192 * 1024**2}",
         f"gateway.public_url={json.dumps(public_url)}",

@@ -24,6 +24,7 @@ def chaos(
     faults: int = 20,
     seed: int = 0,
     nodes: Literal[1, 3] = 1,
+    broker: Literal["nats", "rabbitmq"] = "nats",
     config: Path | None = None,
     only: Annotated[list[str] | None, Parameter(negative=())] = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative=())] = None,
@@ -45,6 +46,8 @@ def chaos(
         Which, and in which order.
     nodes
         Broker nodes: one, or three with replicated streams.
+    broker
+        Which broker: an embedded NATS, or a RabbitMQ that is installed here (one node, and the faults that can be played on it).
     config
         A config file instead of the built-in run (scripted engine, stand-in trainer, local Arena, an agent's stream).
     only
@@ -67,6 +70,7 @@ def chaos(
             num_faults=faults,
             seed=seed,
             nodes=nodes,
+            broker=broker,
             kinds=parse_kinds(only or ()),
             config="" if config is None else str(config),
             overrides=set_ or (),
