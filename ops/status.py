@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections import Counter
 from typing import Final
 
 import anyio
@@ -12,11 +12,13 @@ import msgspec
 from broker.api import Broker, LogStatus
 from ops.control import Standing, standing
 from ops.engines.listening import heard_engines
+from ops.logtools.dead import LetterState, letters
+from ops.logtools.sources import LiveSource
+from ops.troubles import Trouble, troubles
 from pipeline.metrics import REPORT_PREFIX, WorkerReport
 from pipeline.presence import dead_nodes, missing, obituary, roll_call
 from pipeline.watchdog import WATCHDOG, Stuck, told
 from schemas.messages.engines import EngineAnnouncement
-from stages.weights.receive import ERROR_LABEL, STATE_LABEL
 
 LISTEN_S = 2.5
 _FUNCTIONS: Final = {"map_rewards": "rewards", "broadcast_weights": "weights"}
@@ -63,6 +65,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What the run's watchdog says does not go on."""
     engines: list[EngineAnnouncement] = []
     """Servers behind the router; empty where the engine is in the gateway."""
+    troubles: list[Trouble] = []
+    """What is wrong, worst first."""
 
     @property
     def pacing(self) -> str:
@@ -72,16 +76,6 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
                 if stage.stage == "sampling" and "capacity" in report.gauges:
                     return pacing(report)
         return ""
-
-
-def weight_troubles(reports: Iterable[WorkerReport]) -> list[str]:
-    """Engines that could not load weights, or are quarantined, in words; an engine that serves says nothing."""
-    return [
-        f"{report.stage} {report.worker}: {what}: {report.labels[label]}"
-        for report in reports
-        for label, what in ((STATE_LABEL, "engine"), (ERROR_LABEL, "weights not loaded"))
-        if label in report.labels
-    ]
 
 
 def pacing(report: WorkerReport) -> str:
@@ -111,7 +105,8 @@ async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float
             async for _subject, data in announcements:
                 report = msgspec.msgpack.decode(data, type=WorkerReport)
                 reports[report.stage, report.worker] = report
-    stuck = [verdict for key in list(reports) if key[0] == WATCHDOG for verdict in told(reports.pop(key))]
+    watchdogs = [reports.pop(key) for key in list(reports) if key[0] == WATCHDOG]
+    stuck = [verdict for report in watchdogs for verdict in told(report)]
     consumers = {service_of(consumer.durable): consumer for consumer in await broker.consumers()}
     listed: list[StageStatus] = []
     for stage in (*stages, *sorted({name for name, _ in reports} - set(stages))):
@@ -127,11 +122,23 @@ async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float
     now = time.time()
     presences = await roll_call(broker)
     dead = missing(presences, heard=frozenset(worker for _, worker in reports), now=now)
+    obituaries, nodes = [obituary(one, now=now) for one in dead], dead_nodes(presences, dead)
+    open_letters = Counter(
+        service_of(letter.stage) for letter in await letters(LiveSource(broker)) if letter.state is LetterState.OPEN
+    )
     return RunStatus(
         run=broker.run,
         unix_time_s=now,
-        dead=[obituary(one, now=now) for one in dead],
-        dead_nodes=dead_nodes(presences, dead),
+        dead=obituaries,
+        dead_nodes=nodes,
+        troubles=troubles(
+            [*watchdogs, *reports.values()],
+            engines=engines,
+            dead=obituaries,
+            dead_nodes=nodes,
+            dead_letters=open_letters,
+            now_s=now,
+        ),
         log=await broker.log_status(),
         stuck=stuck,
         stages=listed,

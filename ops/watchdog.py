@@ -18,12 +18,12 @@ from broker.api import Broker
 from broker.errors import BrokerError
 from ops.status import service_of
 from pipeline.metrics import REPORT_PERIOD_S, REPORT_PREFIX, Metrics, WorkerReport, report_subject
-from pipeline.watchdog import STUCK_PREFIX, WATCHDOG, Load, Stuck, Watchdog, WatchSettings
+from pipeline.presence import dead_nodes, missing, roll_call
+from pipeline.watchdog import BROKER, GONE_PREFIX, STUCK_PREFIX, WATCHDOG, Load, Stuck, Watchdog, WatchSettings
 from schemas.config import WatchdogSection
 
 log = structlog.get_logger("headrace.watchdog")
 
-BROKER: Final = "broker"
 _SAY_AGAIN_S: Final = 30.0
 
 
@@ -41,6 +41,9 @@ class RunWatch:
             WatchSettings(stuck_after_s=settings.stuck_after_s, silent_after_s=settings.silent_after_s)
         )
         self._said: Final[dict[str, float]] = {}
+        self._heard: Final[dict[str, float]] = {}
+        """Worker → when it was heard last, by `now`."""
+        self._silent_after_s: Final = settings.silent_after_s
         self._away_since: float | None = None
 
     async def run(self) -> None:
@@ -60,6 +63,7 @@ class RunWatch:
         try:
             with anyio.fail_after(5.0):
                 consumers = await self._broker.consumers()
+                await self._count_nodes()
         except (BrokerError, TimeoutError) as error:
             self._tell([self._without_broker(str(error))])
             return
@@ -81,11 +85,28 @@ class RunWatch:
             stage=BROKER, kind="silent", waits_for=f"the broker's answer: {reason}", since_unix_s=self._away_since
         )
 
+    async def _count_nodes(self) -> None:
+        """Tell nodes of which no process is left."""
+        presences, now_s = await roll_call(self._broker), self._now()
+        heard = {worker for worker, heard_s in self._heard.items() if now_s - heard_s <= self._silent_after_s}
+        gone = dead_nodes(presences, missing(presences, heard=frozenset(heard), now=time.time()))
+        for held in (self.metrics.gauges, self.metrics.labels):
+            for key in [
+                key for key in held if key.startswith(GONE_PREFIX) and key.removeprefix(GONE_PREFIX) not in gone
+            ]:
+                del held[key]
+        for node in gone:
+            if GONE_PREFIX + node not in self.metrics.gauges:
+                log.warning("a node is gone", node=node)
+            self.metrics.gauges[GONE_PREFIX + node] = 1.0
+            self.metrics.labels[GONE_PREFIX + node] = "none of its processes is left"
+
     async def _listen(self) -> None:
         async with self._broker.listen(f"{REPORT_PREFIX}.{self._broker.run}.>") as announcements:
             async for _subject, data in announcements:
                 report = msgspec.msgpack.decode(data, type=WorkerReport)
                 if report.stage != WATCHDOG:
+                    self._heard[report.worker] = self._now()
                     self._dog.hear(report, self._now())
 
     def _tell(self, stuck: Sequence[Stuck]) -> None:

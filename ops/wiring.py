@@ -47,7 +47,11 @@ async def run_service(stage: str, context: WorkerContext) -> None:
         ConfigError: no such stage.
         ContractError: the stage stopped rather than guess.
     """
-    await _service(stage)(context)
+    try:
+        await _service(stage)(context)
+    except Exception as error:
+        await context.last_word(stage, error)
+        raise
 
 
 def _service(stage: str) -> Callable[[WorkerContext], Awaitable[None]]:

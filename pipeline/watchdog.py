@@ -5,6 +5,7 @@
     not taking  work waits before it and none is taken
     not ending  it has short work in hand and none ends
     standing    nothing in the whole run ends, and this one has work in hand
+    stopped     it ended for a reason that it told: a lost lease, a broken contract
 
 It hears the workers' reports and looks at the durables now and then, and compares them with what it knew. It must not know
 how that is told, nor a clock.
@@ -23,6 +24,13 @@ WATCHDOG: Final = "watchdog"
 """As which stage its report is announced."""
 STUCK_PREFIX: Final = "stuck."
 """Gauges of its report: seconds for which a stage has been stuck; labels of the same name: the verdict as JSON."""
+GONE_PREFIX: Final = "gone."
+"""Gauges and labels of its report: nodes of which no process is left."""
+BROKER: Final = "broker"
+"""As which stage the broker is told that does not answer."""
+STOPPED_LABEL: Final = "stopped_error"
+"""A worker's last word, under this label: why a stage of it stops."""
+STOPPED_KIND: Final = "stopped"
 LONG_WORK: Final = frozenset({"arena_launch", "gateway", "trainer", "engine", "bridge"})
 """Stages whose single piece of work may take very long."""
 FOLDS: Final = frozenset({"sampling", "assembly"})
@@ -33,7 +41,7 @@ class Stuck(msgspec.Struct, frozen=True, kw_only=True):
 
     stage: str
     kind: str
-    """silent | blocked | not taking | not ending | standing"""
+    """silent | blocked | not taking | not ending | standing | stopped"""
     waits_for: str
     """In words: what it waits for, as far as it is known."""
     since_unix_s: float
@@ -46,6 +54,8 @@ class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     stuck_after_s: float = 20.0
     silent_after_s: float = 10.0
+    remember_stopped_s: float = 60.0
+    """For how long a stage's last word is told, though it was started again meanwhile."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,10 +86,16 @@ class Watchdog:
         self._known: Final[dict[tuple[str, str], _Known]] = {}
         self._loads: Mapping[str, Load] = {}
         self._load_since: Final[dict[str, float]] = {}
+        self._stopped: Final[dict[str, tuple[Stuck, float]]] = {}
 
     def hear(self, report: WorkerReport, now_s: float) -> None:
         """A worker spoke."""
         key = (report.stage, report.worker)
+        if reason := report.labels.get(STOPPED_LABEL):
+            verdict = self._verdict(report, STOPPED_KIND, reason, report.unix_time_s)
+            self._stopped[report.stage] = (verdict, now_s)
+            self._known.pop(key, None)
+            return
         progress = (report.received, report.succeeded + report.retried + report.dead)
         known = self._known.get(key)
         if known is None:
@@ -112,7 +128,11 @@ class Watchdog:
     def stuck(self, now_s: float) -> list[Stuck]:
         """Everything that does not go on, worst first. At most one verdict a stage."""
         self.forget(now_s)
-        found: dict[str, Stuck] = {}
+        found: dict[str, Stuck] = {
+            stage: verdict
+            for stage, (verdict, heard_s) in self._stopped.items()
+            if now_s - heard_s <= self._settings.remember_stopped_s
+        }
         for verdict in self._verdicts(now_s):
             found.setdefault(verdict.stage, verdict)
         if not found:

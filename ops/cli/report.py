@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Annotated
 
 import anyio
+import msgspec
 from cyclopts import Parameter
 
 from ops.cli.failing import plain_errors
 from ops.cli.output import console, write_json
-from ops.logtools.sources import open_source
+from ops.logtools.sources import LiveSource, open_source
 from ops.report.figures import ReportFigures
 from ops.report.gather import gather
 from ops.report.page import page
+from ops.status import run_status
+from ops.wiring import STAGES
 
 
 def report(
@@ -45,7 +48,11 @@ def report(
 
     async def work() -> ReportFigures:
         async with open_source(source, url=url) as opened:
-            return await gather(opened)
+            figures = await gather(opened)
+            if isinstance(opened, LiveSource) and opened.is_running:
+                now = await run_status(opened.broker, STAGES)
+                figures = msgspec.structs.replace(figures, troubles=now.troubles)
+            return figures
 
     with plain_errors(OSError):
         figures = anyio.run(work)

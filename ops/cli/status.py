@@ -16,7 +16,7 @@ from ops.cli.failing import plain_errors
 from ops.connection import look_at_run
 from ops.engines.listening import load_line
 from ops.logtools.plain import duration
-from ops.status import RunStatus, run_status, weight_troubles
+from ops.status import RunStatus, run_status
 from ops.wiring import STAGES
 
 
@@ -53,17 +53,6 @@ def status(run: str | None = None, /, *, url: str | None = None, json: bool = Fa
     return 0
 
 
-def _alarms(found: RunStatus) -> list[str]:
-    """What somebody has to look at."""
-    reports = [report for stage in found.stages for report in stage.workers]
-    stuck = [
-        f"stuck: {verdict.stage} waits for {verdict.waits_for}, for {duration(found.unix_time_s - verdict.since_unix_s)}"
-        for verdict in found.stuck
-    ]
-    nodes = [f"node {host} is dead: none of its processes is left" for host in found.dead_nodes]
-    return [*weight_troubles(reports), *(f"dead: {line}" for line in found.dead), *nodes, *stuck]
-
-
 def _print(found: RunStatus, console: Console) -> None:
     log = found.log
     console.print(
@@ -80,8 +69,8 @@ def _print(found: RunStatus, console: Console) -> None:
     for line in (found.pacing, f"engines {engines}" if engines else ""):
         if line:
             console.print(Text(line))
-    for line in _alarms(found):
-        console.print(Text(line, style="bold red"))
+    for trouble in found.troubles:
+        console.print(Text(str(trouble), style="bold red"))
     table = Table(box=None, pad_edge=False, expand=True)
     table.add_column("stage", no_wrap=True)
     for name in ("workers", "in", "out", "pending", "in hand", "dead"):

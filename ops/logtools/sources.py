@@ -13,7 +13,7 @@ from broker.api import Broker, Record
 from broker.naming import any_matches, overlaps
 from broker.recording import Recording
 from broker.recording.references import decoded_topic
-from ops.connection import open_run
+from ops.connection import look_at_run
 from pipeline.retries import is_retry
 from schemas.errors import DecodeError
 from schemas.payload import PayloadRef
@@ -48,8 +48,13 @@ class LogSource(Protocol):
 class LiveSource:
     """A log on a broker."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, *, is_running: bool = False) -> None:
+        """Args:
+        broker: the run's.
+        is_running: whether workers may speak, too: the run is not known to be over.
+        """
         self.broker: Final = broker
+        self.is_running: Final = is_running
 
     @property
     def run(self) -> str:
@@ -103,8 +108,8 @@ async def open_source(target: str | None, *, url: str | None = None) -> AsyncGen
         with Recording(Path(target)) as recording:
             yield FileSource(recording)
         return
-    async with open_run(target, url=url) as broker:
-        yield LiveSource(broker)
+    async with look_at_run(target, url=url) as opened:
+        yield LiveSource(opened.broker, is_running=opened.is_running)
 
 
 def apart(filters: Sequence[str]) -> list[str]:

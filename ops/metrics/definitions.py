@@ -9,9 +9,11 @@ from typing import Final
 import msgspec
 
 from pipeline.metrics import WorkerReport
-from pipeline.watchdog import STUCK_PREFIX, WATCHDOG
+from pipeline.watchdog import GONE_PREFIX, STUCK_PREFIX, WATCHDOG
+from stages.weights.receive import STATE_LABEL
 
 PREFIX: Final = "headrace_"
+_QUARANTINED: Final = "engine_quarantined"
 LABELS: Final = ("run", "stage", "worker")
 """Labels of every metric."""
 
@@ -57,7 +59,7 @@ WAITING: Final = _field(
 ERRORS: Final = Definition(
     name=f"{PREFIX}stage_error",
     kind=Kind.GAUGE,
-    meaning="1 while a stage tells of an error of that kind (weights_error: weights that can't be loaded).",
+    meaning="1 while a stage tells of an error of that kind: weights_error (weights that can't be loaded), engine_quarantined, arena_error (the Arena does not answer), store_error (the store is full).",
     label="kind",
 )
 STUCK: Final = Definition(
@@ -65,6 +67,12 @@ STUCK: Final = Definition(
     kind=Kind.GAUGE,
     meaning="For how long a stage has not gone on although it should; there is none while all go on. `headrace status` says what it waits for.",
     label="stuck",
+)
+GONE: Final = Definition(
+    name=f"{PREFIX}node_gone",
+    kind=Kind.GAUGE,
+    meaning="1 for a node of which no process is left, though none said that it ends.",
+    label="node",
 )
 OTHER_FIGURES: Final = Definition(
     name=f"{PREFIX}stage_figure",
@@ -86,6 +94,7 @@ DEFINITIONS: Final[tuple[Definition, ...]] = (
     _field("report_time_seconds", Kind.GAUGE, "unix_time_s", "When the worker last looked at its counters, Unix time: stands still when its event loop does."),
     ERRORS,
     STUCK,
+    GONE,
     _figure("broker_connected", "", "broker_connected", "1 while all connections of the process to the broker stand."),
     _figure("broker_reconnects_total", "", "broker_reconnects", "Times that they were renewed.", Kind.COUNTER),
     _figure("store_log_share", "retention", "log_share", "How full the run's log is, 0 to 1."),
@@ -155,11 +164,14 @@ def samples(reports: Sequence[WorkerReport]) -> Iterator[Sample]:
             if report.stage == WATCHDOG and figure.startswith(STUCK_PREFIX):
                 stage = figure.removeprefix(STUCK_PREFIX)
                 yield Sample(definition=STUCK, labels=(*where, stage), value=value)
+            elif report.stage == WATCHDOG and figure.startswith(GONE_PREFIX):
+                yield Sample(definition=GONE, labels=(*where, figure.removeprefix(GONE_PREFIX)), value=value)
             elif figure not in told:
                 yield Sample(definition=OTHER_FIGURES, labels=(*where, figure), value=value)
         for kind, text in report.labels.items():
-            if kind.endswith("_error"):
-                yield Sample(definition=ERRORS, labels=(*where, kind), value=float(bool(text)))
+            if kind.endswith("_error") or kind == STATE_LABEL:
+                named = _QUARANTINED if kind == STATE_LABEL else kind
+                yield Sample(definition=ERRORS, labels=(*where, named), value=float(bool(text)))
 
 
 def _value(report: WorkerReport, definition: Definition) -> float:

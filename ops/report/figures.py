@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ops.accounts import RunAccount
+from ops.troubles import Trouble
 
 
 class StepFigures(msgspec.Struct, kw_only=True):
@@ -88,3 +89,5 @@ class ReportFigures(msgspec.Struct, frozen=True, kw_only=True):
     """By reason."""
     controls: list[str]
     """What people asked of the run, with the time."""
+    troubles: list[Trouble] = []
+    """What was wrong with the run when the report was made, worst first; empty for a run that is over."""

@@ -193,6 +193,9 @@ def _counts(counts: dict[str, int]) -> str:
 
 def _faults(figures: ReportFigures) -> Iterable[str]:
     account = figures.account
+    if figures.troubles:
+        rows = [(trouble.kind.value, trouble.what, trouble.text) for trouble in figures.troubles]
+        yield _card("Wrong when this was made", _table(("what", "where", "what is known of it"), rows), wide=True)
     if figures.faults:
         rows = [(fault.stage, fault.reason, str(fault.count), fault.example, fault.letter) for fault in figures.faults]
         head = ("stage", "reason", "letters", "the newest one's error", "headrace dead show")
@@ -209,7 +212,7 @@ def _faults(figures: ReportFigures) -> Iterable[str]:
         yield _card("Further", _table(("count", "what"), found))
     if figures.controls:
         yield _card("Asked by people", _table(("when and what",), [(line,) for line in figures.controls]))
-    if not figures.faults and not found:
+    if not (figures.troubles or figures.faults or found):
         yield _card("None", '<p class="none">no dead letter, no repeated launch, no unexplained group</p>')
 
 

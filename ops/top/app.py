@@ -29,7 +29,7 @@ class TopApp(App[None]):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE, "-wide")]  # noqa: RUF012 - as App declares it
     CSS = """
     Screen { layout: vertical; }
-    #head { height: 2; padding: 0 1; }
+    #head { height: auto; min-height: 2; padding: 0 1; }
     #upper { height: auto; layout: vertical; }
     #side { height: auto; }
     .panel { height: auto; padding: 0 1; border-top: solid $panel; border-title-color: $text-muted; }
@@ -86,7 +86,7 @@ class TopApp(App[None]):
             return
         now_s, model, width = time.time(), self._model, self.size.width
         panels = {
-            "head": head(model, width - 2),
+            "head": head(model, width - 2, now_s),
             "stages": stages(model, width if width < WIDE else width * 3 // 5, now_s),
             "engines": engines(model, now_s),
             "rewards": rewards(model, (width if width < WIDE else width * 2 // 5) - 2),

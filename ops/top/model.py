@@ -9,6 +9,7 @@ import msgspec
 
 from ops.control import Standing
 from ops.status import service_of
+from ops.troubles import Trouble, troubles
 from pipeline.generations import Generations
 from pipeline.metrics import WorkerReport
 from schemas.messages.engines import EngineAnnouncement
@@ -18,6 +19,8 @@ from schemas.messages.training import StepAssembled, StepTrained
 
 GROUPS_KEPT: Final = 200
 STEPS_KEPT: Final = 400
+HEARD_S: Final = 10.0
+"""What a worker told longer ago is not held against it."""
 FORGET_S: Final = 120.0
 """A worker that was silent for so long is no longer shown."""
 
@@ -178,6 +181,13 @@ class Model:
         for line in self.groups.values():
             if line.step == message.step:
                 line.state = f"trained in {message.step}"
+
+    def troubles(self, now_s: float) -> list[Trouble]:
+        """What is wrong, worst first; nothing of a run that is over."""
+        if not self.is_running:
+            return []
+        fresh = [worker.report for worker in self.workers.values() if now_s - worker.report.unix_time_s <= HEARD_S]
+        return troubles(fresh, engines=self.engines.values(), dead_letters=self.dead, now_s=now_s)
 
     def take_stream_rewards(self, rewards: dict[str, float]) -> None:
         """Mean rewards of one step, by stream."""

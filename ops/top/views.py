@@ -15,17 +15,19 @@ from ops.running.screen import sparkline
 from ops.status import pacing
 from ops.top.model import Backlog, GroupLine, Model, Worker
 from ops.wiring import STAGES
+from pipeline.watchdog import WATCHDOG
 from schemas.messages.engines import EngineState
 
 WIDE: Final = 120
+TROUBLES_SHOWN: Final = 4
 _LONG_WAIT_S: Final = 30.0
 _SOFT: Final = "#b48ead"
 """Neither good nor an error."""
 GROUP_COLUMNS: Final = ("group", "stream", "slots", "reward", "age", "state")
 
 
-def head(model: Model, width: int) -> Text:
-    """Two lines: where the run is, and what is wrong."""
+def head(model: Model, width: int, now_s: float) -> Text:
+    """Where the run is, and below what is wrong: a line for each trouble, at the most `TROUBLES_SHOWN`."""
     text = Text.assemble((f"run {model.run}", "bold"), f"   step {model.trained_step}")
     rest = f"   staleness {model.staleness[-1]}" if model.staleness else ""
     rest += f"   {duration(model.step_seconds[-1])} a step" if model.step_seconds else ""
@@ -46,8 +48,11 @@ def head(model: Model, width: int) -> Text:
         text.append(
             f"{model.asked.word}{f' ({model.asked.reason})' if model.asked.reason else ''}: r goes on", "bold yellow"
         )
-    elif model.last_error:
-        text.append(f"{sum(model.dead.values())} dead letters: {model.last_error}", "red")
+    elif wrong := model.troubles(now_s):
+        shown = [str(trouble) for trouble in wrong[:TROUBLES_SHOWN]]
+        if len(wrong) > TROUBLES_SHOWN:
+            shown[-1] = f"{shown[-1]}; and {len(wrong) - TROUBLES_SHOWN} more: headrace status"
+        text.append("\n".join(shown), "bold red")
     else:
         text.append(f"log {model.log_messages:,} messages, {size(model.log_bytes)}", "dim")
         keys = [
@@ -70,7 +75,7 @@ def stages(model: Model, width: int, now_s: float) -> Table:
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("waits for", ratio=1, no_wrap=True, overflow="ellipsis")
-    seen = {stage for stage, _ in model.workers}
+    seen = {stage for stage, _ in model.workers} - {WATCHDOG}
     for stage in (*STAGES, *sorted(seen - set(STAGES))):
         workers = [worker for (name, _), worker in sorted(model.workers.items()) if name == stage]
         cells = _stage_cells(model, stage, workers, now_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
@@ -16,10 +16,12 @@ from ops.config import run_streams
 from ops.secrets import GENERATION_KEY_ENV
 from ops.session_calls import RemoteSessions
 from ops.topology import consumer_settings
+from ops.troubles import ARENA_LABEL
 from ops.workers.context import WorkerContext
 from ops.workers.orphans import unused_names
 from ops.workers.slots import WorkerSlot, claim_slot
 from pipeline.log import RunLog
+from pipeline.metrics import Metrics
 from pipeline.runner import RunnerSettings, StageRunner
 from pipeline.stage import bind
 from schemas.config_arena import StreamRunner
@@ -49,7 +51,7 @@ async def run_arena_launch(context: WorkerContext) -> None:
             slot = stack.enter_context(
                 claim_slot(context.folder.path / "workers", STAGE, host=context.endpoints.node or None)
             )
-            runners[StreamRunner.ARENA] = await stack.enter_async_context(_open_arena_runner(context, slot))
+            runners[StreamRunner.ARENA] = await stack.enter_async_context(_open_arena_runner(context, slot, metrics))
         if any(stream.runner in ADAPTERS for stream in streams.values()):
             agents = await stack.enter_async_context(open_agents(streams, config.arena, context.payloads))
             runners.update(dict.fromkeys(ADAPTERS, agents))
@@ -77,7 +79,7 @@ async def run_arena_launch(context: WorkerContext) -> None:
 
 
 @asynccontextmanager
-async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot) -> AsyncGenerator[ArenaRunner]:
+async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot, metrics: Metrics) -> AsyncGenerator[ArenaRunner]:
     """The Arena's client, this worker's registrations and the route; what dead workers left is removed."""
     config = context.config
     access = arena_access(config, context.endpoints)
@@ -89,7 +91,7 @@ async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot) -> AsyncG
         return session_model_name(run_label, arena_url=access.base_url, gateway_url=gateway_url, worker=worker)
 
     async with (
-        open_arena(access) as arena,
+        open_arena(access, heard=_told_in(metrics)) as arena,
         open_registrations(
             arena,
             RegistrationSettings(
@@ -114,6 +116,18 @@ async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot) -> AsyncG
             left.append(name_of(slot.name))
         await registrations.remove_orphans(await unused_names(context.log, left))
         yield ArenaRunner(arena, route, config.arena, reward=RewardGuard(arena))
+
+
+def _told_in(metrics: Metrics) -> Callable[[str], None]:
+    """Tell in the stage's reports that the Arena does not answer, until it does."""
+
+    def heard(problem: str) -> None:
+        if problem:
+            metrics.labels[ARENA_LABEL] = problem
+        else:
+            metrics.labels.pop(ARENA_LABEL, None)
+
+    return heard
 
 
 async def follow_closed_groups(log: RunLog, groups: ClosedGroups) -> None:

@@ -18,9 +18,14 @@ from ops.run_folder import Endpoints, RunFolder
 from pipeline.headroom import WorkerBroker
 from pipeline.log import RunLog, RunPayloads
 from pipeline.metrics import REPORT_PERIOD_S, Metrics, WorkerReport, report_subject
+from pipeline.runner import describe
 from pipeline.wall_clock import wall_clock
+from pipeline.watchdog import STOPPED_LABEL
 
 log = structlog.get_logger("headrace.worker")
+
+_REASON_CHARS: Final = 300
+_LAST_WORD_S: Final = 2.0
 
 
 class WorkerContext:
@@ -98,6 +103,18 @@ class WorkerContext:
             self.draining.set()
             for drain in self._drains:
                 drain()
+
+    async def last_word(self, stage: str, error: Exception) -> None:
+        """Tell why a stage of this process stops, as its last report, so that the reason is known where people look."""
+        told = next((metrics for metrics in self._metrics if metrics.stage == stage), None) or self.metrics(stage)
+        told.labels[STOPPED_LABEL] = describe(error)[:_REASON_CHARS]
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S):
+            try:
+                await self.broker.announce(
+                    report_subject(self.broker.run, stage), msgspec.msgpack.encode(self._report(told))
+                )
+            except BrokerError as failure:
+                log.debug("the reason of an end was not announced", error=str(failure))
 
     async def announce_reports(self) -> None:
         """Tell how every service is, for ever. A broker that is away only makes it silent."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ops.status import weight_troubles
 from ops.store_readers import StoreReaders
+from ops.troubles import troubles
 from pipeline.metrics import WorkerReport
 from stages.weights.receive import READING_LABEL
 
@@ -13,17 +13,18 @@ def report(worker: str = "h:1", stage: str = "gateway", **labels: str) -> Worker
 
 
 def test_an_engine_in_quarantine_and_weights_that_were_refused_are_told_with_their_reason() -> None:
-    found = weight_troubles(
+    found = troubles(
         [
             report("h:1", engine_state="quarantined: version 2: half loaded", weights_error="version 2: half loaded"),
             report("h:2", url="http://127.0.0.1:1"),
             report("h:3", weights_error="version 3: tensor b is missing"),
-        ]
+        ],
+        now_s=1.0,
     )
-    assert found == [
-        "gateway h:1: engine: quarantined: version 2: half loaded",
-        "gateway h:1: weights not loaded: version 2: half loaded",
-        "gateway h:3: weights not loaded: version 3: tensor b is missing",
+    assert [str(one) for one in found] == [
+        "engine quarantined: gateway h:1: quarantined: version 2: half loaded",
+        "weights refused: gateway h:1: version 2: half loaded",
+        "weights refused: gateway h:3: version 3: tensor b is missing",
     ]
 
 

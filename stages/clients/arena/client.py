@@ -25,7 +25,7 @@ from stages.clients.arena.errors import (
     TaskResultError,
 )
 from stages.clients.arena.secret import Secret
-from stages.clients.arena.transport import Clock, Method, Request, Sleep, Transport
+from stages.clients.arena.transport import Clock, Heard, Method, Request, Sleep, Transport, nobody_asks
 from stages.clients.arena.wire import (
     MAX_PAGE_ROWS,
     ArenaStream,
@@ -291,7 +291,11 @@ class ArenaClient:
 
 @asynccontextmanager
 async def open_arena(
-    access: ArenaAccess, *, sleep: Sleep = anyio.sleep, clock: Clock | None = None
+    access: ArenaAccess,
+    *,
+    sleep: Sleep = anyio.sleep,
+    clock: Clock | None = None,
+    heard: Heard = nobody_asks,
 ) -> AsyncGenerator[ArenaClient]:
     """A client with its connection pool, closed at the end.
 
@@ -299,12 +303,13 @@ async def open_arena(
         access: Where and as whom.
         sleep: Waits between tries; a test gives one that doesn't wait.
         clock: The time, for Retry-After dates; None is the system's.
+        heard: Told after each try whether the Arena answered.
     """
     limits = httpx.Limits(max_connections=access.max_connections, max_keepalive_connections=access.max_connections)
     timeout = httpx.Timeout(access.request_timeout_s)
     async with httpx.AsyncClient(transport=AiohttpTransport(limits=limits), timeout=timeout) as http:
         known = (access.token, access.llm_api_key)
-        transport = Transport(http, known=known, sleep=sleep, clock=clock or _now)
+        transport = Transport(http, known=known, sleep=sleep, clock=clock or _now, heard=heard)
         yield ArenaClient(access, transport)
 
 

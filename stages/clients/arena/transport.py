@@ -30,6 +30,12 @@ from stages.clients.arena.secret import Secret, scrubbed
 Method = Literal["GET", "POST", "PATCH", "DELETE"]
 Sleep = Callable[[float], Awaitable[None]]
 Clock = Callable[[], datetime]
+Heard = Callable[[str], None]
+"""Told after each try: empty when the Arena answered, else what happened instead."""
+
+
+def nobody_asks(problem: str) -> None:
+    """Nobody asks whether the Arena answers."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,11 +60,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class Transport:
     """Sends requests over one connection pool."""
 
-    def __init__(self, http: httpx.AsyncClient, *, known: Iterable[Secret], sleep: Sleep, clock: Clock) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, *, known: Iterable[Secret], sleep: Sleep, clock: Clock, heard: Heard
+    ) -> None:
         self._http = http
         self._known = tuple(known)
         self._sleep = sleep
         self._clock = clock
+        self._heard = heard
 
     async def send(self, request: Request) -> object:
         """The decoded JSON of a successful answer; None for an empty one.
@@ -75,9 +84,11 @@ class Transport:
                 answer = await self._send_once(request)
             except (httpx.HTTPError, aiohttp.ClientError, OSError, TimeoutError) as error:
                 failure: ArenaError = self._connection_error(request, error)
+                self._heard(str(failure))
                 if last:
                     raise failure from error
             else:
+                self._heard("" if answer.status_code < 500 else f"{_name(request)}: HTTP {answer.status_code}")
                 if answer.is_success:
                     return self._decoded(request, answer)
                 failure = self._status_error(request, answer)

@@ -17,6 +17,7 @@ from ops.status import service_of
 from ops.top.model import FORGET_S, GROUPS_KEPT, Model
 from ops.top.views import engines, group_cells, head, rewards, stages
 from ops.top.watching import watch
+from ops.wiring import STAGES
 from pipeline.metrics import WorkerReport, report_subject
 from schemas.messages.sampling import ControlAction, GroupIssued
 from stages.rewards.map_rewards import map_rewards
@@ -82,7 +83,7 @@ async def test_an_instruction_is_seen_while_watching(small):
         with anyio.fail_after(20):
             while not model.asked.word:
                 await anyio.sleep(0.01)
-        assert "paused (lunch)" in drawn(head(model, 78), 78)[1]
+        assert "paused (lunch)" in drawn(head(model, 78, time.time()), 78)[1]
 
 
 async def test_a_fold_that_is_behind_has_a_lag_and_an_oldest_message(small):
@@ -138,7 +139,7 @@ async def test_every_panel_fits_its_width(chaotic):
         for stage in ("sampling", "gateway", "trainer"):
             model.take_report(report(stage, waiting_for="a very long explanation " * 9, waiting_since_unix_s=1.0))
         for width in (60, 80, 120, 200):
-            assert len(drawn(head(model, width), width)) == 2
+            assert len(drawn(head(model, width, 100.0), width)) == 2
             assert len(drawn(stages(model, width, 100.0), width)) == 10
             assert len(drawn(engines(model, 0.0), width)) == 2
             assert len(drawn(rewards(model, width), width)) == 4
