@@ -62,6 +62,8 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     password: str
     permissions: Permissions
+    password_env: str = ""
+    """Environment variable of the server that holds the password, instead of it."""
 
 
 def inbox_prefix(user: str) -> str:
@@ -153,4 +155,5 @@ def _user_config(user: User) -> str:
     allowed = user.permissions
     rights = {"publish": {"allow": allowed.publish}, "subscribe": {"allow": allowed.subscribe}}
     text = json.dumps(rights | ({"allow_responses": True} if allowed.may_answer else {}))
-    return f"{{ user: {json.dumps(user.name)}, password: {json.dumps(user.password)}, permissions: {text} }}"
+    password = f"${user.password_env}" if user.password_env else json.dumps(user.password)
+    return f"{{ user: {json.dumps(user.name)}, password: {password}, permissions: {text} }}"

@@ -186,6 +186,7 @@ def broker_login(broker: BrokerSection, folder: RunFolder) -> ConnectSettings:
         token_file=broker.token_file,
         creds_file=broker.creds_file,
         nkey_seed_file=broker.nkey_seed_file,
+        inbox_prefix=broker.inbox_prefix,
         tls_ca_file=broker.tls_ca_file,
         tls_cert_file=broker.tls_cert_file,
         tls_key_file=broker.tls_key_file,

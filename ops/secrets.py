@@ -52,6 +52,17 @@ def secrets_digest(secrets: RunSecrets) -> bytes:
     return hashlib.sha256(msgspec.json.encode(secrets)).digest()
 
 
+def make_secrets(file: Path) -> bool:
+    """Make a file of keys; False where one stands.
+
+    Raises:
+        ConfigError: something else stands there.
+    """
+    stood = file.is_file()
+    _standing(file, may_make=True)
+    return not stood
+
+
 def _standing(path: Path, *, may_make: bool) -> RunSecrets:
     if path.is_file():
         try:

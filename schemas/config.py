@@ -68,6 +68,8 @@ class BrokerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """File that holds the token."""
     creds_file: str = ""
     nkey_seed_file: str = ""
+    inbox_prefix: str = "_INBOX"
+    """Where answers come to: of a user with rights of its own, `_INBOX.<user>`."""
     tls_ca_file: str = ""
     tls_cert_file: str = ""
     tls_key_file: str = ""

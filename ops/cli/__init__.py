@@ -26,6 +26,7 @@ COMMANDS: Final = (
     ("up", "ops.cli.up:up", _RUN, "Start this node's share of a run on several machines and supervise it."),
     ("down", "ops.cli.up:down", _RUN, "Stop a run on several machines, or let one node leave it."),
     ("scale", "ops.cli.scale:scale", _RUN, "Change how many processes a stage has, while the run goes on."),
+    ("deploy", "ops.cli.deploy:app", _RUN, "Files that run a topology under Slurm, systemd or Kubernetes."),
     ("worker", "ops.cli.worker:worker", _RUN, "Run one or several stages of a run in this process."),
     ("engine", "ops.cli.engine:app", _RUN, "Inference servers: list, add, remove, read their logs."),
     ("arena", "ops.cli.arena:app", _RUN, "The local Arena."),

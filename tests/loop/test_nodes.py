@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "examples" / "smoke.toml"
 TOPOLOGY = """
 config = "{config}"
-set = ['run.id="{run}"', 'run.dir="{folder}/{run}"', 'training.standin_step_s=0.5', 'run.steps={steps}']
+set = ['run.id="{run}"', 'run.dir="{folder}/{run}"', 'training.standin_step_s=0.8', 'run.steps={steps}']
 secrets = "{run}.secrets.json"
 
 [broker]
@@ -90,6 +90,12 @@ class Nodes:
                 assert self.processes[node].returncode is None, self.said(node)
                 await anyio.sleep(0.05)
 
+    async def until_keys(self) -> None:
+        """Until the control node has made the keys that the others get a copy of."""
+        while not (self.folder / f"{self.run}.secrets.json").exists():
+            assert self.processes["head"].returncode is None, self.said("head")
+            await anyio.sleep(0.05)
+
     def said(self, node: str) -> str:
         return (self.folder / f"{self.run}.{node}.log").read_text()[-4000:]
 
@@ -143,10 +149,11 @@ async def nodes(tmp_path: Path) -> AsyncGenerator:
 
 @pytest.mark.nightly
 async def test_a_rollout_node_joins_and_leaves_and_dies_while_the_run_goes_on(nodes) -> None:
-    run = nodes(steps=30)
-    await run.up("rollout-1")  # before there is anything to join
+    run = nodes(steps=90)
     await run.up("head")
     with anyio.fail_after(240):
+        await run.until_keys()
+        await run.up("rollout-1")  # before there is anything to join
         await run.until_ready("head", "rollout-1")
         await run.until_step(2)
 
@@ -165,6 +172,6 @@ async def test_a_rollout_node_joins_and_leaves_and_dies_while_the_run_goes_on(no
         os.kill(run.processes["rollout-2"].pid, signal.SIGKILL)  # its workers die with it
         result = await run.result()
         assert await run.processes["rollout-1"].wait() == 0, run.said("rollout-1")
-    assert result["steps"] == 30
+    assert result["steps"] == 90
     assert (result["unexplained"], result["doubled"], result["dead_letters"]) == (0, 0, 0)
-    assert result["groups"]["trained"] == 120
+    assert result["groups"]["trained"] == 360
