@@ -139,8 +139,8 @@ async def test_every_panel_fits_its_width(chaotic):
         for stage in ("sampling", "gateway", "trainer"):
             model.take_report(report(stage, waiting_for="a very long explanation " * 9, waiting_since_unix_s=1.0))
         for width in (60, 80, 120, 200):
-            assert len(drawn(head(model, width, 100.0), width)) == 2
-            assert len(drawn(stages(model, width, 100.0), width)) == 10
+            assert len(drawn(head(model, width, 100.0), width)) == 1 + len(model.troubles(100.0))
+            assert len(drawn(stages(model, width, 100.0), width)) == 1 + len(STAGES)
             assert len(drawn(engines(model, 0.0), width)) == 2
             assert len(drawn(rewards(model, width), width)) == 4
 
