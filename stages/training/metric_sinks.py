@@ -28,7 +28,9 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter  # noqa: PLC0415 - only where it is asked for
         except ImportError as error:
-            raise TrainingError("training.trackers: tensorboard is not installed: pip install 'headrace[train]'") from error
+            raise TrainingError(
+                "training.trackers: tensorboard is not installed: pip install 'headrace[train]'"
+            ) from error
         self._open = SummaryWriter
         self._folder = str(folder)
         self._writer: Any = None  # torch's writer is untyped
