@@ -90,6 +90,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    if "nodes" in tree:
+        raise ConfigError(f"{path}: expected a run's config, found a topology of nodes: `headrace up` starts its nodes")
     for override in overrides:
         apply_override(tree, override)
     return decode_config(tree)
