@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Final
 
 import msgspec
@@ -14,7 +14,7 @@ from pipeline.generations import Generations
 from pipeline.metrics import WorkerReport
 from schemas.messages.engines import EngineAnnouncement
 from schemas.messages.rollout import Trajectory
-from schemas.messages.sampling import DeadLetter, GroupClosed, GroupIssued
+from schemas.messages.sampling import DeadDropped, DeadLetter, DeadRetry, GroupClosed, GroupIssued
 from schemas.messages.training import StepAssembled, StepTrained
 
 GROUPS_KEPT: Final = 200
@@ -91,8 +91,8 @@ class Model:
         self.asked = Standing()
         self.dead: Final[dict[str, int]] = {}
         """Letters by stage."""
-        self.last_error = ""
-        """The newest letter, in words."""
+        self.open_letters: Final[set[tuple[str, int]]] = set()
+        """Stage and sequence of those that nobody has dropped or sent again."""
         self.position = 0
         """Up to where the log was read."""
         self.log_messages = 0
@@ -155,7 +155,9 @@ class Model:
             case DeadLetter():
                 stage = service_of(message.stage)
                 self.dead[stage] = self.dead.get(stage, 0) + 1
-                self.last_error = f"{message.stage} gave up: {message.error}"
+                self.open_letters.add((message.stage, message.sequence))
+            case DeadDropped() | DeadRetry():
+                self.open_letters.discard((message.stage, message.sequence))
             case _:
                 pass
 
@@ -186,8 +188,9 @@ class Model:
         """What is wrong, worst first; nothing of a run that is over."""
         if not self.is_running:
             return []
+        letters = Counter(service_of(stage) for stage, _ in self.open_letters)
         fresh = [worker.report for worker in self.workers.values() if now_s - worker.report.unix_time_s <= HEARD_S]
-        return troubles(fresh, engines=self.engines.values(), dead_letters=self.dead, now_s=now_s)
+        return troubles(fresh, engines=self.engines.values(), dead_letters=letters, now_s=now_s)
 
     def take_stream_rewards(self, rewards: dict[str, float]) -> None:
         """Mean rewards of one step, by stream."""

@@ -21,7 +21,9 @@ from schemas.messages.training import Manifest, StepAssembled
 from schemas.payload import PayloadRef
 from schemas.subjects import PREFIX
 from schemas.topics import (
+    DEAD_DROPPED,
     DEAD_LETTER,
+    DEAD_RETRY,
     GROUP_CLOSED,
     GROUP_ISSUED,
     RUN_CONTROL,
@@ -33,7 +35,7 @@ from schemas.topics import (
 from stages.assembly.fold import AssemblyFold
 from stages.sampling.fold import SamplingFold
 
-_WHOLE: Final = (RUN_STARTED, RUN_CONTROL, STEP_ASSEMBLED, STEP_TRAINED, DEAD_LETTER)
+_WHOLE: Final = (RUN_STARTED, RUN_CONTROL, STEP_ASSEMBLED, STEP_TRAINED, DEAD_LETTER, DEAD_RETRY, DEAD_DROPPED)
 """Few messages a step: read from the log's start."""
 _RECENT: Final = (*_WHOLE, GROUP_ISSUED, TRAJECTORY_READY, GROUP_CLOSED)
 _RECENT_MESSAGES: Final = 20_000
@@ -136,7 +138,7 @@ async def backlogs(broker: Broker, model: Model) -> dict[str, Backlog]:
         waiting = consumer.num_pending + consumer.num_ack_pending
         oldest = await _oldest(broker, consumer.filters, consumer.ack_floor) if waiting else 0.0
         found[service_of(consumer.durable)] = Backlog(count=waiting, oldest_unix_s=oldest)
-    for (stage, _), worker in model.workers.items():
+    for (stage, _), worker in list(model.workers.items()):  # one may come while the broker is asked
         gauges = worker.report.gauges
         if stage in _FOLDS and "folded_sequence" in gauges:
             filters = [f"{PREFIX}.{broker.run}.{topic}.>" for topic in _FOLDS[stage]]

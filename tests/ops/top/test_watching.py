@@ -16,10 +16,10 @@ from ops.report.gather import gather
 from ops.status import service_of
 from ops.top.model import FORGET_S, GROUPS_KEPT, Model
 from ops.top.views import engines, group_cells, head, rewards, stages
-from ops.top.watching import watch
+from ops.top.watching import backlogs, watch
 from ops.wiring import STAGES
 from pipeline.metrics import WorkerReport, report_subject
-from schemas.messages.sampling import ControlAction, GroupIssued
+from schemas.messages.sampling import ControlAction, DeadDropped, DeadLetter, DeadRetry, GroupIssued
 from stages.rewards.map_rewards import map_rewards
 from stages.weights.broadcast import broadcast_weights
 
@@ -166,3 +166,33 @@ def test_a_group_shows_its_slots_and_what_became_of_it():
     model.take(GroupIssued(group="g0000001", ordinal=1, stream="s", data_id="d", num_slots=2), 7, 90.0)
     cells = [cell.plain for cell in group_cells(model.groups["g0000001"], 100.0)]
     assert cells == ["g0000001", "s", "0/2", "·", "10.00 s", "running"]
+
+
+def test_a_letter_is_a_trouble_until_somebody_sends_it_again_or_drops_it():
+    model = Model("r")
+    for sequence in (3, 4):
+        letter = DeadLetter(
+            stage="map_rewards", sequence=sequence, subject="s", reason="r", error="e", attempts=1, data=b""
+        )
+        model.take(letter, sequence + 10, 1.0)
+    assert [str(one) for one in model.troubles(1.0)] == ["dead letters: rewards: 2; see `headrace dead list`"]
+    model.take(DeadDropped(stage="map_rewards", sequence=3), 20, 1.0)
+    model.take(DeadRetry(stage="map_rewards", sequence=4, attempt=1, subject="s", data=b""), 21, 1.0)
+    assert model.troubles(1.0) == []
+
+
+async def test_a_worker_that_comes_while_the_broker_is_asked_is_no_trouble(small):
+    model = Model("r")
+
+    class Asked:
+        """The run's broker; whenever it is read, another worker speaks."""
+
+        run = "r"
+        consumers = small.broker.consumers
+
+        def read(self, *arguments, **options):
+            model.take_report(report("assembly", worker=f"h:{len(model.workers)}", gauges={"folded_sequence": 1.0}))
+            return small.broker.read(*arguments, **options)
+
+    model.take_report(report("assembly", gauges={"folded_sequence": 1.0}))
+    assert (await backlogs(Asked(), model))["assembly"].count > 0
