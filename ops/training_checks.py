@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from schemas.config import TrainingSection
+from ops.engines.commands import SERVER_KINDS, VLLM_RANKS
+from schemas.config import EngineKind, EngineSection, TrainingSection
 from schemas.errors import ConfigError
 
 _DTYPES: Final = ("float32", "bfloat16")
@@ -45,6 +46,26 @@ def check_training(training: TrainingSection, *, estimator: str, steps: int | No
             f"found {training.total_steps}" + (f"; the run has {steps} steps" if steps else "")
         )
     _check_combinations(training, estimator)
+
+
+def publishes_adapter(training: TrainingSection, engine: EngineSection) -> bool:
+    """Whether engines get the LoRA adapter alone: where they take one, or where that is asked for.
+
+    Raises:
+        ConfigError: it is asked for, and the engine takes none of that rank.
+    """
+    lora = training.lora
+    if not lora.enabled or lora.publish == "merged" or engine.kind is EngineKind.SCRIPTED:
+        return False
+    if engine.kind is EngineKind.VLLM and lora.rank > VLLM_RANKS[-1]:
+        if lora.publish == "adapter":
+            raise ConfigError(
+                f"training.lora.publish = adapter: vLLM takes adapters up to rank {VLLM_RANKS[-1]}, found training.lora.rank = "
+                f"{lora.rank}; expected merged or auto"
+            )
+        return False
+    # how attached servers were started is not known here
+    return lora.publish == "adapter" or engine.kind not in SERVER_KINDS or not engine.urls
 
 
 def _check_combinations(training: TrainingSection, estimator: str) -> None:

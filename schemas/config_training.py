@@ -59,5 +59,5 @@ class LoraSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Names of the linear layers, as the model's modules end."""
     publish: str = "auto"
     """What engines get: `adapter` (they put it on version 0), `merged` (whole weights, the adapter beside them), or `auto`:
-    the adapter where the engine takes one (builtin).
+    the adapter where the engine takes one (the built-in one, and servers that the run starts itself).
     """

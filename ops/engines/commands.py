@@ -14,6 +14,10 @@ from schemas.errors import ConfigError
 
 SERVER_KINDS: Final = (EngineKind.VLLM, EngineKind.SGLANG)
 _MIB: Final = 1024**2
+ADAPTERS_AT_ONCE: Final = 4
+"""LoRA adapters that a server computes with: the newest, and those that running requests began with."""
+VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as the largest rank."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +53,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
     can_sleep: bool = False
     """It is to give up its memory while a trainer on the same accelerator computes."""
+    adapter_rank: int = 0
+    """Largest rank of the LoRA adapters that it is to take; 0: it takes none."""
+    adapter_targets: tuple[str, ...] = ()
+    """Last names of the matrices that adapters are for."""
     api_key: str = ""
     """Key that calls must bring; goes into the environment or the command line of the server alone."""
     extra_args: tuple[str, ...] = ()
@@ -105,6 +113,16 @@ def _vllm(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         argv.append("--enable-sleep-mode")
     # the development mode opens pause, reload and abort
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if settings.adapter_rank:
+        rank = next((one for one in VLLM_RANKS if one >= settings.adapter_rank), None)
+        if rank is None:
+            raise ConfigError(
+                f"training.lora.rank: vLLM takes adapters up to rank {VLLM_RANKS[-1]}, found {settings.adapter_rank}"
+            )
+        argv += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(ADAPTERS_AT_ONCE)]
+        # twice as many are kept in memory: one whose requests wait is not driven out by newer ones: its files may be gone
+        argv += ["--max-cpu-loras", str(2 * ADAPTERS_AT_ONCE)]
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if settings.device == "cpu":
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # each server by itself would bind to the first core, too
     if settings.api_key:
@@ -134,6 +152,12 @@ def _sglang(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         argv += ["--tp-size", str(len(settings.gpu_ids))]
     if settings.can_sleep:
         argv.append("--enable-memory-saver")
+    if settings.adapter_rank:
+        argv += ["--enable-lora", "--max-lora-rank", str(settings.adapter_rank)]
+        argv += ["--lora-target-modules", *settings.adapter_targets]
+        argv += ["--max-loras-per-batch", str(ADAPTERS_AT_ONCE + 1)]  # requests without one count, too
+        if settings.device == "cpu":
+            argv += ["--lora-backend", "torch_native"]  # the others are GPU kernels
     if settings.api_key:
         argv += ["--api-key", settings.api_key]
     return argv, env

@@ -11,6 +11,7 @@ import msgspec
 from ops.engines.commands import SERVER_KINDS, ServerSettings
 from ops.engines.cpu_environment import CpuEnvironment, CpuEnvironmentError, cpu_environment
 from schemas.config import EngineKind, EngineSection
+from schemas.config_training import LoraSection
 from schemas.errors import ConfigError
 
 MODEL_NAME: Final = "policy"
@@ -117,9 +118,19 @@ def server_environment(section: EngineSection) -> CpuEnvironment:
 
 
 def server_settings(
-    section: EngineSection, plan: EnginePlan, *, model: str, max_context: int, port: int, api_key: str
+    section: EngineSection,
+    plan: EnginePlan,
+    *,
+    model: str,
+    max_context: int,
+    port: int,
+    api_key: str,
+    lora: LoraSection | None = None,
 ) -> ServerSettings:
     """How one server is started.
+
+    Args:
+        lora: the adapters that it is to take; None: it gets whole weights.
 
     Raises:
         ConfigError: see `server_environment`.
@@ -142,6 +153,8 @@ def server_settings(
         threads=section.threads,
         stubs=environment.stubs,
         api_key=api_key,
+        adapter_rank=0 if lora is None else lora.rank,
+        adapter_targets=() if lora is None else lora.targets,
         can_sleep=can_sleep(section),
         extra_args=tuple(section.args),
         extra_env=dict(section.env),

@@ -18,6 +18,7 @@ from ops.engines.plan import MODEL_NAME, EnginePlan, server_settings
 from ops.engines.server_process import free_port, server_process
 from ops.engines.weights import FollowedWeights
 from ops.policy_folder import policy_folder
+from ops.training_checks import publishes_adapter
 from ops.workers.context import WorkerContext
 from ops.workers.turns import turn_giver
 from pipeline.metrics import Metrics, worker_name
@@ -85,6 +86,7 @@ async def _started(context: WorkerContext, plan: EnginePlan, log_file: str) -> A
         max_context=context.config.rollout.max_context_tokens,
         port=port,
         api_key=os.environ.get(section.api_key_env, "") if section.api_key_env else "",
+        lora=context.config.training.lora if publishes_adapter(context.config.training, section) else None,
     )
     argv, env = server_command(plan.kind, settings)
     async with server_process(argv, env, log_file) as process:

@@ -10,8 +10,8 @@ import msgspec
 import structlog
 
 from ops.config import RunConfig, assembly_settings, check_keys
+from ops.training_checks import publishes_adapter
 from ops.workers.partitioning import Planner, partition_settings
-from schemas.config import EngineKind
 from schemas.errors import ConfigError
 from stages.learning.losses.config import LossConfig, settle
 from stages.learning.losses.critic import CriticConfig
@@ -75,7 +75,7 @@ def check_learning(config: RunConfig) -> None:
         raise ConfigError("training.reference: neither loss.kl_penalty nor training.advantages.kl_reward would use it")
     optimizer_settings(config)
     model_settings(config)
-    publishes_adapter(config)
+    publishes_adapter(config.training, config.engine)
 
 
 def optimizer_settings(config: RunConfig) -> OptimizerSettings:
@@ -143,23 +143,6 @@ def model_settings(config: RunConfig) -> ModelSettings:
     )
 
 
-def publishes_adapter(config: RunConfig) -> bool:
-    """Whether engines get the adapter alone.
-
-    Raises:
-        ConfigError: it is asked for, and the engine takes none.
-    """
-    lora = config.training.lora
-    if not lora.enabled or lora.publish == "merged":
-        return False
-    if lora.publish == "adapter" and config.engine.kind in (EngineKind.VLLM, EngineKind.SGLANG):
-        raise ConfigError(
-            f"training.lora.publish = adapter: the client of engine.kind = {config.engine.kind.value} loads whole weights "
-            "only; expected merged or auto"
-        )
-    return config.engine.kind is EngineKind.BUILTIN
-
-
 @contextmanager
 def open_torch_backend(config: RunConfig, model_folder: str, checkpoint_dir: str) -> Generator[TrainerBackend]:
     """One rank of the configured backend, over the model folder of version 0.
@@ -180,7 +163,7 @@ def open_torch_backend(config: RunConfig, model_folder: str, checkpoint_dir: str
         optimizer=optimizer_settings(config),
         loss=loss_config(config),
         export_dtype=training.export_dtype,
-        adapter_only=publishes_adapter(config),
+        adapter_only=publishes_adapter(config.training, config.engine),
         peak_tflops=training.peak_tflops,
     )
     models = model_settings(config)

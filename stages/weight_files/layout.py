@@ -45,7 +45,7 @@ def read_layout(folder: str | Path) -> dict[str, TensorShape]:
         raise WeightsRefusedError(f"expected safetensors files in {folder}, found none")
     layout: dict[str, TensorShape] = {}
     for path in files:
-        found = _read_file(path)
+        found = read_file_layout(path)
         for name in sorted(found.keys() & layout.keys()):
             raise WeightsRefusedError(f"{path}: tensor {name} stands in another file of the folder, too")
         layout |= found
@@ -53,7 +53,12 @@ def read_layout(folder: str | Path) -> dict[str, TensorShape]:
     return layout
 
 
-def _read_file(path: Path) -> dict[str, TensorShape]:
+def read_file_layout(path: Path) -> dict[str, TensorShape]:
+    """Names, types and shapes of the tensors in one safetensors file.
+
+    Raises:
+        WeightsRefusedError: It is missing, truncated, damaged, or contradicts itself.
+    """
     try:
         with path.open("rb") as file:
             size_bytes = path.stat().st_size

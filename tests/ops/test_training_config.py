@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ops.config import assembly_settings, decode_config
-from ops.workers.torch_trainer import check_learning, model_settings, optimizer_settings, publishes_adapter
+from ops.training_checks import publishes_adapter
+from ops.workers.torch_trainer import check_learning, model_settings, optimizer_settings
 from schemas.errors import ConfigError
 from stages.learning.update import learning_rate
 
@@ -83,17 +84,29 @@ def test_a_whole_ppo_run_can_be_configured():
 
 
 @pytest.mark.parametrize(
-    ("publish", "kind", "alone"),
-    [("auto", "builtin", True), ("adapter", "builtin", True), ("merged", "builtin", False), ("auto", "vllm", False)],
+    ("publish", "engine", "alone"),
+    [
+        ("auto", {"kind": "builtin"}, True),
+        ("adapter", {"kind": "builtin"}, True),
+        ("merged", {"kind": "builtin"}, False),
+        ("auto", {"kind": "vllm"}, True),
+        ("auto", {"kind": "sglang"}, True),
+        ("merged", {"kind": "vllm"}, False),
+        ("auto", {"kind": "vllm", "urls": ["http://h:1"]}, False),
+        ("adapter", {"kind": "vllm", "urls": ["http://h:1"]}, True),
+    ],
 )
-def test_an_adapter_is_published_alone_where_the_engine_takes_it(publish, kind, alone):
-    found = config({"lora": {"enabled": True, "publish": publish}}, engine={"kind": kind})
-    assert publishes_adapter(found) is alone
+def test_an_adapter_is_published_alone_where_the_engine_takes_it(publish, engine, alone):
+    found = config({"lora": {"enabled": True, "publish": publish}}, engine=engine)
+    assert publishes_adapter(found.training, found.engine) is alone
 
 
-def test_an_adapter_for_a_server_whose_client_takes_none_is_refused_before_the_run_starts():
-    with pytest.raises(ConfigError, match=r"engine\.kind = sglang loads whole weights only"):
-        check_learning(config({"lora": {"enabled": True, "publish": "adapter"}}, engine={"kind": "sglang"}))
+def test_an_adapter_of_a_rank_that_vllm_does_not_take_is_refused_before_the_run_starts_or_merged():
+    found = config({"lora": {"enabled": True, "publish": "adapter", "rank": 1024}}, engine={"kind": "vllm"})
+    with pytest.raises(ConfigError, match=r"vLLM takes adapters up to rank 512, found training\.lora\.rank = 1024"):
+        check_learning(found)
+    found = config({"lora": {"enabled": True, "rank": 1024}}, engine={"kind": "vllm"})
+    assert not publishes_adapter(found.training, found.engine)
 
 
 def test_reusing_the_updates_own_logprobs_makes_one_mini_batch_of_a_step():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Sequence
 from typing import Final, Protocol, TypeVar
 
@@ -12,10 +13,12 @@ from schemas.messages.rollout import FinishReason
 from stages.clients.engines.http import Server
 from stages.clients.engines.labels import VersionSpan
 from stages.ports import EngineUnavailableError, GenerateRequest, SwapMode
+from stages.weight_files.adapter_layout import AdapterLimits
 
 T = TypeVar("T")
 _NO_NUMBER: Final = -9000.0
 """vLLM writes -9999 where a log-prob is no number, as the ones of NaN weights."""
+_ADAPTER_NAME: Final = "lora"
 _START_LABEL: Final = "default"
 """What both servers call the weights that they were started with."""
 
@@ -27,17 +30,38 @@ class Event(msgspec.Struct, frozen=True):
     """New ones only."""
     logprobs: list[float]
     version: int | None = None
-    """These tokens and all before were sampled by this version or older ones; None: the server must be asked."""
+    """These tokens and all before were sampled by this version of whole weights or older ones; None: the server must be asked.
+    """
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
     spans: list[VersionSpan] | None = None
-    """With a finish: the versions of the whole answer."""
+    """With a finish: the versions of whole weights that sampled the answer. An answer that was asked of an adapter is all of the
+    adapter's version, whatever the server says.
+    """
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What new requests are to be sampled with."""
+
+    version: int
+    adapter: str = ""
+    """Name at the server of the LoRA adapter of this version; empty: whole weights."""
+
+    @property
+    def label(self) -> str:
+        """As the server is told."""
+        return self.adapter or str(self.version)
+
+    @property
+    def cache_salt(self) -> str:
+        """Prefixes are shared among requests of the same weights only."""
+        return self.adapter or f"w{self.version}"
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a server says of itself."""
 
-    version: int
+    served: Served
     max_context: int
     model_folder: str
     """As the server's machine sees it."""
@@ -46,7 +70,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """How busy a server is, with requests of whoever."""
 
-    version: int
+    served: Served
     num_running: int
     num_waiting: int
 
@@ -57,11 +81,11 @@ class Dialect(Protocol):
     @property
     def generate_path(self) -> str: ...
 
-    def generate_body(self, request: GenerateRequest, request_id: str, cache_salt: str) -> dict[str, object]:
+    def generate_body(self, request: GenerateRequest, request_id: str, served: Served) -> dict[str, object]:
         """Args:
         request: what is asked, ids and settings checked.
         request_id: unique at the server.
-        cache_salt: prefixes are shared among requests of the same salt only.
+        served: what is to sample it.
         """
         ...
 
@@ -70,7 +94,8 @@ class Dialect(Protocol):
         ...
 
     async def info(self, server: Server) -> ServerInfo: ...
-    async def version(self, server: Server) -> int: ...
+    async def served(self, server: Server) -> Served: ...
+    async def label(self, server: Server, served: Served) -> None: ...
     async def load(self, server: Server) -> Load: ...
     async def abort(self, server: Server, request_id: str) -> None: ...
     async def pause(self, server: Server) -> None: ...
@@ -98,14 +123,69 @@ class Dialect(Protocol):
         """Load a folder's weights into a server on hold and label them; nothing cached before is used for new requests."""
         ...
 
+    async def adapter_limits(self, server: Server) -> AdapterLimits:
+        """Which adapters this server takes.
 
-def version_of(label: str, initial_version: int) -> int:
-    """A server's label as a version.
+        Raises:
+            WeightsRefusedError: None: it was not started for them.
+        """
+        ...
+
+    async def adapters(self, server: Server) -> list[str]:
+        """Names of the adapters that requests may ask for."""
+        ...
+
+    async def load_adapter(self, server: Server, name: str, directory: str, timeout_s: float) -> None:
+        """Make an adapter known under a name; nothing else changes."""
+        ...
+
+    async def drop_adapter(self, server: Server, name: str, wait_s: float | None) -> None:
+        """Forget an adapter after the requests that run with it.
+
+        Args:
+        wait_s: the longest that they may take; None: there are none.
+
+        Raises:
+            TimeoutError: They take longer.
+        """
+        ...
+
+
+def adapter_name(version: int) -> str:
+    """A name that no other load of a version has: prefixes are cached under it, and it is the server's label."""
+    return f"{_ADAPTER_NAME}-{version}-{secrets.token_hex(4)}"
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether `adapter_name` made it."""
+    kind, _, rest = name.partition("-")
+    version, _, tag = rest.partition("-")
+    return kind == _ADAPTER_NAME and version.isascii() and version.isdigit() and bool(tag)
+
+
+def adapter_version(name: str) -> int:
+    """The version of an adapter by its name."""
+    return int(name.split("-")[1])
+
+
+def served_of(label: str, initial_version: int) -> Served:
+    """What a server's label says is served.
 
     Raises:
         EngineUnavailableError: Something else than headrace has labelled the weights.
     """
-    if label == _START_LABEL:
+    if is_adapter_name(label):
+        return Served(adapter_version(label), label)
+    return Served(version_of(label, initial_version))
+
+
+def version_of(label: str, initial_version: int) -> int:
+    """A server's label as the version of the whole weights in it: adapters lie on those that it started with.
+
+    Raises:
+        EngineUnavailableError: Something else than headrace has labelled the weights.
+    """
+    if label == _START_LABEL or is_adapter_name(label):
         return initial_version
     if not (label.isascii() and label.isdigit()):
         raise EngineUnavailableError(f"expected a number as the weights' version, found {label[:40]!r}")

@@ -2,6 +2,7 @@
 
 generate ─▶ check ids and context ─▶ POST, a stream ─▶ Dialect.read ─▶ Labeller ─▶ chunks of one version each
 load_weights ─▶ served_weights.py
+load_adapter ─▶ served_adapters.py
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import structlog
 
 from schemas.config import EngineKind
 from schemas.messages.rollout import FinishReason
-from stages.clients.engines.dialect import Dialect, Event, ServerInfo
+from stages.clients.engines.dialect import Dialect, Event, Served, ServerInfo
 from stages.clients.engines.http import Server, open_server
-from stages.clients.engines.labels import Labeller
+from stages.clients.engines.labels import Labeller, VersionSpan
+from stages.clients.engines.served_adapters import ServedAdapters
 from stages.clients.engines.served_weights import ServedWeights
 from stages.clients.engines.settings import HttpEngineSettings
 from stages.clients.engines.sglang import SglangDialect
@@ -38,6 +40,7 @@ from stages.ports import (
     SamplingSettings,
     SwapMode,
     TokenChunk,
+    WeightsRefusedError,
 )
 
 log = structlog.get_logger("headrace.engines")
@@ -61,12 +64,15 @@ class HttpEngine:
         self._settings: Final = settings
         self._vocab_size: Final = vocab_size
         self._max_context: Final = min(settings.max_context or info.max_context, info.max_context)
-        self._version = info.version
+        self._served = info.served
         folder = settings.model_folder or info.model_folder
-        self._weights: Final = ServedWeights(name, server, dialect, settings, folder, probe=self._probe)
+        self._weights: Final = ServedWeights(
+            name, server, dialect, settings, folder, probe=lambda version: self._probe(Served(version))
+        )
+        self._adapters: Final = ServedAdapters(name, server, dialect, settings, folder, probe=self._probe)
         self._running: dict[str, str] = {}
         """request id → its id at the server."""
-        self._watch: Final = VersionWatch(lambda: dialect.version(server), settings.confirm_interval_s)
+        self._watch: Final = VersionWatch(lambda: dialect.served(server), settings.confirm_interval_s)
         self._swap_turn: Final = anyio.Lock()
         self._open = anyio.Event()
         """Set while new requests may be sent."""
@@ -91,19 +97,19 @@ class HttpEngine:
 
         Tokens that came before the connection broke are handed out before the error, where their version is known.
         """
-        await self._admit(request)
+        served = await self._admit(request)
         server_id = f"{secrets.token_hex(6)}-{request.request_id}"
         self._running[request.request_id] = server_id
         ended = False
         try:
-            labels = Labeller(self._version)
-            body = self._dialect.generate_body(request, server_id, f"w{self._version}")
+            labels = Labeller(served.version)
+            body = self._dialect.generate_body(request, server_id, served)
             async with self._server.stream(self._dialect.generate_path, body) as batches:
                 async for events in batches:
-                    last = self._take(events, labels)
+                    last = self._take(events, labels, served)
                     if last.finish is not None:
                         ended = True
-                        for chunk in await self._finish(last, labels):
+                        for chunk in await self._finish(last, labels, served):
                             yield chunk
                         return
                     chunk = await self._confirmed(last, labels)
@@ -118,7 +124,8 @@ class HttpEngine:
             if not ended:
                 await self._abort_at_server(server_id)
 
-    async def _admit(self, request: GenerateRequest) -> None:
+    async def _admit(self, request: GenerateRequest) -> Served:
+        """What is to sample a request that may be sent."""
         self._refuse_if_failed()
         check_request(
             request,
@@ -129,16 +136,18 @@ class HttpEngine:
         if request.request_id in self._running:
             raise BadRequestError(f"request id {request.request_id!r} is in use: each call needs its own")
         await self._open.wait()
-        if self._version < request.min_version:
-            self._version = await self._watch.after_now()
-        if self._version < request.min_version:
+        if self._served.version < request.min_version or self._settings.adapters or self._served.adapter:
+            self._served = await self._watch.after_now()
+        if self._served.version < request.min_version:
             raise EngineUnavailableError(
-                f"engine {self._name}: expected weights of version {request.min_version} or newer, serving {self._version}"
+                f"engine {self._name}: expected weights of version {request.min_version} or newer, serving "
+                f"{self._served.version}"
             )
         self._refuse_if_failed()
+        return self._served
 
-    def _take(self, events: list[bytes], labels: Labeller) -> Event:
-        """Read what came together; the last event that says something."""
+    def _take(self, events: list[bytes], labels: Labeller, served: Served) -> Event:
+        """Read what came together; the last event that says something. An adapter's tokens are of its version."""
         last = Event([], [])
         for content in events:
             event = self._dialect.read(content, labels.num_received)
@@ -148,7 +157,10 @@ class HttpEngine:
                 last = event
             if event.finish is not None:
                 break
-        return last
+        if not served.adapter:
+            return last
+        spans = None if last.finish is None else [VersionSpan(served.version, 0, labels.num_received)]
+        return msgspec.structs.replace(last, version=served.version, spans=spans)
 
     async def _confirmed(self, last: Event, labels: Labeller) -> TokenChunk | None:
         """What came and can be handed out, its version confirmed by the stream itself or by asking."""
@@ -157,10 +169,11 @@ class HttpEngine:
             return None
         version = last.version
         if version is None:
-            version = self._version = await self._watch.after_now()
+            served = self._served = await self._watch.after_now()
+            version = self._settings.initial_version if served.adapter else served.version
         return labels.confirm(num_tokens, version)
 
-    async def _finish(self, last: Event, labels: Labeller) -> list[TokenChunk]:
+    async def _finish(self, last: Event, labels: Labeller, served: Served) -> list[TokenChunk]:
         finish = last.finish or FinishReason.STOP
         if last.spans is None and labels.num_received:
             raise EngineUnavailableError(
@@ -168,7 +181,8 @@ class HttpEngine:
                 "versions in docs/engines.md?"
             )
         chunks = labels.finish(last.spans or [], finish, last.stop_reason)
-        self._version = max(self._version, chunks[-1].version)
+        if not served.adapter and chunks[-1].version > self._served.version:
+            self._served = Served(chunks[-1].version)
         return chunks
 
     async def _abort_at_server(self, server_id: str) -> None:
@@ -224,16 +238,16 @@ class HttpEngine:
         except EngineError as error:
             return EngineHealth(
                 ready=False,
-                version=self._version,
+                version=self._served.version,
                 num_running=len(self._running),
                 num_waiting=0,
                 max_context=self._max_context,
                 detail=str(error),
             )
-        self._version = load.version
+        self._served = load.served
         return EngineHealth(
             ready=not self._weights.failure,
-            version=load.version,
+            version=load.served.version,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             max_context=self._max_context,
@@ -251,28 +265,47 @@ class HttpEngine:
                 running requests did not drain in time (the old weights serve).
         """
         async with self._swap_turn:
+            if self._served.adapter:
+                raise WeightsRefusedError(
+                    f"engine {self._name} serves LoRA adapters, which lie on the weights that it started with: start it anew to "
+                    f"serve whole weights; version {self._served.version} serves on"
+                )
             await self._weights.check(directory)
             with anyio.CancelScope(shield=True):  # a swap that is left halfway leaves a server on hold
                 self._open = anyio.Event()
                 try:
                     await self._weights.swap(
-                        directory, version, mode, former_version=self._version, stay_paused=self._paused
+                        directory, version, mode, former_version=self._served.version, stay_paused=self._paused
                     )
-                    self._version = version
+                    self._served = Served(version)
                 finally:
                     self._open.set()
 
-    async def _probe(self, version: int) -> None:
+    async def load_adapter(self, directory: str, version: int, mode: SwapMode) -> None:
+        """Serve the weights that the server started with, with the LoRA adapter of a folder on them, from now on.
+
+        Running requests end with what they began with, whose version their tokens have.
+
+        Raises:
+            WeightsRefusedError: It does not fit, or the server takes none, or could not load it; the old version serves.
+            EngineUnavailableError: The server is gone.
+        """
+        async with self._swap_turn:
+            await self._adapters.check(directory)
+            with anyio.CancelScope(shield=True):  # left halfway, an adapter would take a place for ever
+                self._served = await self._adapters.put(directory, version, mode, paused=self._paused)
+
+    async def _probe(self, served: Served) -> None:
         request = GenerateRequest(
             request_id="",
             prompt_ids=np.zeros(1, dtype=np.int32),
             settings=SamplingSettings(temperature=0.0, max_new_tokens=1),
         )
-        labels = Labeller(version)
-        body = self._dialect.generate_body(request, f"{secrets.token_hex(6)}-probe", f"w{version}")
+        labels = Labeller(served.version)
+        body = self._dialect.generate_body(request, f"{secrets.token_hex(6)}-probe", served)
         async with self._server.stream(self._dialect.generate_path, body) as batches:
             async for events in batches:
-                last = self._take(events, labels)
+                last = self._take(events, labels, served)
                 if last.finish is not None and labels.num_received:
                     return
         raise EngineUnavailableError(f"engine {self._name}: a probe was answered without a token")

@@ -75,6 +75,7 @@ class Labeller:
         Raises:
             EngineUnavailableError: The spans are not those of this answer.
         """
+        spans = _joined(spans)
         self._check(spans)
         chunks = [self._take(span.end - self._num_out, span.version) for span in spans if span.end > self._num_out] or [
             self._take(0, spans[-1].version if spans else self._lowest)
@@ -105,3 +106,14 @@ class Labeller:
         return TokenChunk(
             token_ids=np.array(ids, dtype=np.int32), logprobs=np.array(logprobs, dtype=np.float32), version=version
         )
+
+
+def _joined(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """Neighbours of one version as one: the labels of two adapters stand for the same weights below them."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and (joined[-1].version, joined[-1].end) == (span.version, span.start):
+            joined[-1] = VersionSpan(span.version, joined[-1].start, span.end)
+        else:
+            joined.append(span)
+    return joined

@@ -29,6 +29,12 @@ class HttpEngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """From the first touch of a weight swap to its end, the drain aside."""
     drain_timeout_s: float = 120.0
     """The longest that running requests may take to end before a drain is given up."""
+    adapters: bool = False
+    """Whether LoRA adapters may come: the server is asked for the newest one before each request."""
+    adapter_wait_s: float = 10.0
+    """A server holds few adapters at once: the longest that a new one waits for the requests of the oldest one to end; then all
+    running ones end with reason abort.
+    """
     max_connections: int = 512
     stream_interval: int = 1
     """Tokens in one event of a stream: more cost less, and more are lost with a server that dies."""

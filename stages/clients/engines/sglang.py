@@ -8,16 +8,18 @@ import anyio
 import msgspec
 
 from schemas.messages.rollout import FinishReason
-from stages.clients.engines.dialect import Event, Load, ServerInfo, decode, finite, version_of
+from stages.clients.engines.dialect import Event, Load, Served, ServerInfo, decode, finite, served_of, version_of
 from stages.clients.engines.http import Server, error_of
 from stages.clients.engines.labels import VersionSpan
 from stages.clients.engines.settings import HttpEngineSettings
-from stages.ports import BadRequestError, EngineUnavailableError, GenerateRequest, SwapMode
+from stages.ports import BadRequestError, EngineUnavailableError, GenerateRequest, SwapMode, WeightsRefusedError
+from stages.weight_files.adapter_layout import AdapterLimits
 
 _FINISHES: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _DONE: Final = b"[DONE]"
 _MAX_SEED: Final = 2**31 - 1
 _DRAIN_LOOK_S: Final = 0.05
+_FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _UNUSED_PLACES: Final = 2
 """Of the context length: answers that would reach further are cut without a word."""
 
@@ -61,6 +63,19 @@ class _ModelInfo(msgspec.Struct):
 class _ServerInfo(msgspec.Struct):
     context_length: int | None = None
     max_req_input_len: int = 0
+    enable_lora: bool | None = None
+    max_lora_rank: int | None = None
+    max_loras_per_batch: int = 8
+    lora_target_modules: list[str] | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
 
 
 class _RankLoad(msgspec.Struct):
@@ -80,7 +95,7 @@ class SglangDialect:
         self._settings: Final = settings
         self._read_chunk: Final = msgspec.json.Decoder(_Chunk)
 
-    def generate_body(self, request: GenerateRequest, request_id: str, cache_salt: str) -> dict[str, object]:
+    def generate_body(self, request: GenerateRequest, request_id: str, served: Served) -> dict[str, object]:
         asked = request.settings
         params: dict[str, object] = {
             "max_new_tokens": asked.max_new_tokens,
@@ -98,14 +113,17 @@ class SglangDialect:
             params["sampling_seed"] = asked.seed & _MAX_SEED
         if self._settings.stream_interval > 1:
             params["stream_interval"] = self._settings.stream_interval
-        return {
+        body: dict[str, object] = {
             "rid": request_id,
             "input_ids": request.prompt_ids.tolist(),
             "sampling_params": params,
-            "cache_salt": cache_salt,
+            "cache_salt": served.cache_salt,
             "return_logprob": True,
             "stream": True,
         }
+        if served.adapter:
+            body["lora_path"] = served.adapter
+        return body
 
     def read(self, event: bytes, num_before: int) -> Event:
         if event == _DONE:
@@ -142,21 +160,24 @@ class SglangDialect:
         model = decode(await server.get("/model_info"), _ModelInfo)
         info = decode(await server.get("/server_info"), _ServerInfo)
         return ServerInfo(
-            version=version_of(model.weight_version, self._settings.initial_version),
+            served=served_of(model.weight_version, self._settings.initial_version),
             max_context=(info.context_length or info.max_req_input_len) - _UNUSED_PLACES,
             model_folder=model.model_path,
         )
 
-    async def version(self, server: Server) -> int:
+    async def served(self, server: Server) -> Served:
         label = decode(await server.get("/model_info"), _ModelInfo).weight_version
-        return version_of(label, self._settings.initial_version)
+        return served_of(label, self._settings.initial_version)
+
+    async def label(self, server: Server, served: Served) -> None:
+        await server.post("/update_weight_version", {"new_version": served.label, "abort_all_requests": False})
 
     async def load(self, server: Server) -> Load:
         """Not from /health: that samples a token and takes a second or more."""
-        version = await self.version(server)
+        served = await self.served(server)
         ranks = decode(await server.get("/v1/loads"), _Loads).loads
         return Load(
-            version=version,
+            served=served,
             num_running=sum(rank.num_running_reqs for rank in ranks),
             num_waiting=sum(rank.num_waiting_reqs for rank in ranks),
         )
@@ -213,6 +234,39 @@ class SglangDialect:
             "flush_cache": mode is not SwapMode.IN_PLACE,
         }
         await server.post("/update_weights_from_disk", update, timeout_s=timeout_s)
+
+    async def adapter_limits(self, server: Server) -> AdapterLimits:
+        info = decode(await server.get("/server_info"), _ServerInfo)
+        targets = set(info.lora_target_modules or ())
+        if not info.enable_lora or not info.max_lora_rank:
+            raise WeightsRefusedError(
+                "expected SGLang to be started with --enable-lora, --max-lora-rank and --lora-target-modules, found it without: "
+                "it takes no LoRA adapter (docs/engines.md)"
+            )
+        for fused, parts in _FUSED.items():
+            if fused in targets:
+                targets.update(parts)
+        return AdapterLimits(
+            max_rank=info.max_lora_rank,
+            max_adapters=info.max_loras_per_batch - 1,  # requests without one count, too
+            targets=frozenset() if "all" in targets else frozenset(targets),
+        )
+
+    async def adapters(self, server: Server) -> list[str]:
+        return [one.id for one in decode(await server.get("/v1/models"), _Models).data if one.parent is not None]
+
+    async def load_adapter(self, server: Server, name: str, directory: str, timeout_s: float) -> None:
+        await server.post("/load_lora_adapter", {"lora_name": name, "lora_path": directory}, timeout_s=timeout_s)
+
+    async def drop_adapter(self, server: Server, name: str, wait_s: float | None) -> None:
+        """It waits itself for the requests to end, goes on with that when nobody listens any more, and loads nothing before."""
+        limit_s = self._settings.load_timeout_s if wait_s is None else wait_s
+        with anyio.fail_after(limit_s):
+            try:
+                await server.post("/unload_lora_adapter", {"lora_name": name}, timeout_s=limit_s + 1)
+            except BadRequestError:
+                if name in await self.adapters(server):  # else it has gone meanwhile
+                    raise
 
 
 def _new(output_ids: list[int], meta: _Meta, num_before: int) -> tuple[list[int], list[float]]:

@@ -12,11 +12,12 @@ import anyio
 import msgspec
 
 from schemas.messages.rollout import FinishReason
-from stages.clients.engines.dialect import Event, Load, ServerInfo, decode, finite, version_of
+from stages.clients.engines.dialect import Event, Load, Served, ServerInfo, decode, finite, served_of, version_of
 from stages.clients.engines.http import Server, error_of
 from stages.clients.engines.labels import VersionSpan
 from stages.clients.engines.settings import HttpEngineSettings
 from stages.ports import EngineUnavailableError, GenerateRequest, SwapMode, WeightsRefusedError
+from stages.weight_files.adapter_layout import AdapterLimits
 
 _FINISHES: Final = {
     "stop": FinishReason.STOP,
@@ -30,6 +31,9 @@ _ID_PREFIX: Final = "generate-tokens-"
 _MAX_SEED: Final = 2**63 - 1
 _EXTENSION: Final = "headrace_vllm.WholeReload"
 """On CPUs vLLM's own reload leaves heads that are tied to the embeddings as they were."""
+_DRAIN_LOOK_S: Final = 0.05
+_ADAPTERS: Final = re.compile(rb"^vllm:lora_requests_info(\{[^}]*\}) (\S+)$", re.MULTILINE)
+_ADAPTER_SETS: Final = re.compile(rb'(?:running|waiting)_lora_adapters="([^"]*)"')
 _GAUGE: Final = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -72,7 +76,8 @@ class _WeightInfo(msgspec.Struct):
 class _Model(msgspec.Struct):
     id: str
     root: str = ""
-    max_model_len: int = 0
+    max_model_len: int | None = None
+    parent: str | None = None
 
 
 class _Models(msgspec.Struct):
@@ -87,9 +92,17 @@ class _Device(msgspec.Struct):
     device: str | None = None
 
 
+class _Lora(msgspec.Struct):
+    max_lora_rank: int
+    max_loras: int
+    max_cpu_loras: int | None = None
+    target_modules: list[str] | None = None
+
+
 class _Config(msgspec.Struct):
     parallel_config: _Parallel
     device_config: _Device
+    lora_config: _Lora | None = None
 
 
 class _ServerInfo(msgspec.Struct):
@@ -109,7 +122,7 @@ class VllmDialect:
         self._read_chunk: Final = msgspec.json.Decoder(_Chunk)
         self._reload = "reload_weights"
 
-    def generate_body(self, request: GenerateRequest, request_id: str, cache_salt: str) -> dict[str, object]:
+    def generate_body(self, request: GenerateRequest, request_id: str, served: Served) -> dict[str, object]:
         asked = request.settings
         params: dict[str, object] = {
             "max_tokens": asked.max_new_tokens,
@@ -129,10 +142,10 @@ class VllmDialect:
             params["stream_interval"] = self._settings.stream_interval
         return {
             "request_id": request_id,
-            "model": self._settings.model,
+            "model": served.adapter or self._settings.model,
             "token_ids": request.prompt_ids.tolist(),
             "sampling_params": params,
-            "cache_salt": cache_salt,
+            "cache_salt": served.cache_salt,
             "stream": True,
         }
 
@@ -174,19 +187,22 @@ class VllmDialect:
         if model is None:
             names = ", ".join(one.id for one in models) or "none"
             raise EngineUnavailableError(f"expected vLLM to serve the model {self._settings.model}, found {names}")
-        version = await self.version(server)
-        return ServerInfo(version=version, max_context=model.max_model_len, model_folder=model.root)
+        served = await self.served(server)
+        return ServerInfo(served=served, max_context=model.max_model_len or 0, model_folder=model.root)
 
-    async def version(self, server: Server) -> int:
+    async def served(self, server: Server) -> Served:
         label = decode(await server.get("/weight_info"), _WeightInfo).weight_version
-        return version_of(label, self._settings.initial_version)
+        return served_of(label, self._settings.initial_version)
+
+    async def label(self, server: Server, served: Served) -> None:
+        await server.post("/update_weight_version", {"new_version": served.label})
 
     async def load(self, server: Server) -> Load:
-        version = await self.version(server)  # answered by the engine itself, unlike /health
+        served = await self.served(server)  # answered by the engine itself, unlike /health
         counts = {"running": 0.0, "waiting": 0.0}
         for match in _GAUGE.finditer(await server.get("/metrics")):
             counts[match[1].decode()] += float(match[2])
-        return Load(version=version, num_running=int(counts["running"]), num_waiting=int(counts["waiting"]))
+        return Load(served=served, num_running=int(counts["running"]), num_waiting=int(counts["waiting"]))
 
     async def abort(self, server: Server, request_id: str) -> None:
         await server.post("/abort_requests", {"request_ids": [_ID_PREFIX + request_id]})
@@ -204,10 +220,13 @@ class VllmDialect:
         await server.post("/wake_up", timeout_s=self._settings.load_timeout_s)
         await server.post("/resume")
 
-    async def check_swaps(self, server: Server) -> None:
+    async def _config(self, server: Server) -> _Config:
         # the first answer takes seconds: vLLM looks at its whole environment for it
         answer = await server.get("/server_info?config_format=json", timeout_s=self._settings.load_timeout_s)
-        config = decode(answer, _ServerInfo).vllm_config
+        return decode(answer, _ServerInfo).vllm_config
+
+    async def check_swaps(self, server: Server) -> None:
+        config = await self._config(server)
         if config.parallel_config.worker_extension_cls == _EXTENSION:
             self._reload = "reload_weights_and_heads"
         elif config.device_config.device == "cpu":
@@ -233,7 +252,7 @@ class VllmDialect:
     async def swap(self, server: Server, directory: str, version: int, mode: SwapMode, timeout_s: float) -> None:
         call: dict[str, object] = {"method": self._reload, "kwargs": {"weights_path": directory}}
         await server.post("/collective_rpc", call, timeout_s=timeout_s)
-        await server.post("/update_weight_version", {"new_version": str(version)})
+        await self.label(server, Served(version))
         # in place, running requests hold their blocks: the reset fails, and the version in each request's salt keeps new
         # requests away from old prefixes
         running = "true" if mode is SwapMode.RECOMPUTE else "false"
@@ -242,3 +261,45 @@ class VllmDialect:
             raise EngineUnavailableError(
                 "vLLM did not reset its prefix cache: running requests would go on with old keys"
             )
+
+    async def adapter_limits(self, server: Server) -> AdapterLimits:
+        lora = (await self._config(server)).lora_config
+        if lora is None:
+            raise WeightsRefusedError(
+                "expected vLLM to be started with --enable-lora, found it without: it takes no LoRA adapter (docs/engines.md)"
+            )
+        # an adapter whose requests wait must not be driven out by newer ones: its files may be gone when it is read again
+        held = (lora.max_cpu_loras or lora.max_loras) // 2
+        return AdapterLimits(
+            max_rank=lora.max_lora_rank,
+            max_adapters=min(lora.max_loras, held),
+            targets=frozenset(lora.target_modules or ()),
+        )
+
+    async def adapters(self, server: Server) -> list[str]:
+        return [one.id for one in decode(await server.get("/v1/models"), _Models).data if one.parent is not None]
+
+    async def load_adapter(self, server: Server, name: str, directory: str, timeout_s: float) -> None:
+        body = {"lora_name": name, "lora_path": directory}
+        await server.post("/v1/load_lora_adapter", body, timeout_s=timeout_s)
+
+    async def drop_adapter(self, server: Server, name: str, wait_s: float | None) -> None:
+        if wait_s is not None:
+            with anyio.fail_after(wait_s):
+                while name in adapters_in_use(await server.get("/metrics")):
+                    await anyio.sleep(_DRAIN_LOOK_S)
+        await server.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def adapters_in_use(metrics: bytes) -> set[str]:
+    """Adapters of running and waiting requests, by vLLM's metrics: each set of them that there was stands there with the time
+    when it was seen last. What requests that were aborted used stands there until the next step.
+    """
+    newest: bytes | None = None
+    newest_s = float("-inf")
+    for match in _ADAPTERS.finditer(metrics):
+        if float(match[2]) >= newest_s:
+            newest, newest_s = match[1], float(match[2])
+    if newest is None:
+        return set()
+    return {name for told in _ADAPTER_SETS.findall(newest) for name in told.decode().split(",") if name}

@@ -7,13 +7,15 @@ from typing import Final
 
 import anyio
 
+from stages.clients.engines.dialect import Served
+
 
 class VersionWatch:
     """One question at a time; whoever comes while one is on its way waits for the next."""
 
-    def __init__(self, ask: Callable[[], Awaitable[int]], interval_s: float) -> None:
+    def __init__(self, ask: Callable[[], Awaitable[Served]], interval_s: float) -> None:
         """Args:
-        ask: the version that the server has now.
+        ask: what the server serves now.
         interval_s: the least time between two questions.
         """
         self._ask: Final = ask
@@ -22,10 +24,10 @@ class VersionWatch:
         self._num_asked = 0
         self._answered = 0
         self._last_s = float("-inf")
-        self._version = 0
+        self._served = Served(0)
 
-    async def after_now(self) -> int:
-        """The version at some moment after this call.
+    async def after_now(self) -> Served:
+        """What is served at some moment after this call.
 
         Raises:
             EngineError: The server did not say.
@@ -33,10 +35,10 @@ class VersionWatch:
         needed = self._num_asked + 1
         async with self._turn:
             if self._answered >= needed:
-                return self._version
+                return self._served
             await anyio.sleep(max(0.0, self._last_s + self._interval_s - anyio.current_time()))
             self._num_asked += 1
             self._last_s = anyio.current_time()
-            self._version = await self._ask()
+            self._served = await self._ask()
             self._answered = self._num_asked
-            return self._version
+            return self._served

@@ -1,5 +1,6 @@
 """Command lines of servers, as data."""
 
+import msgspec
 import pytest
 
 from ops.engines.commands import ServerSettings, server_command
@@ -85,3 +86,30 @@ def test_a_server_that_shares_an_accelerator_with_a_trainer_is_started_so_that_i
             EngineKind(kind), ServerSettings(model="m", port=1, device="cuda", gpu_ids=("0",), can_sleep=can_sleep)
         )
         assert (flag in argv) is can_sleep
+
+
+@pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
+def test_a_server_takes_adapters_only_where_it_is_to(kind):
+    argv, _ = server_command(kind, ServerSettings(model="/m", port=7001))
+    assert "--enable-lora" not in argv
+
+
+def test_vllm_keeps_twice_the_adapters_that_it_computes_with_and_rounds_the_rank_up():
+    settings = ServerSettings(model="/m", port=7001, adapter_rank=12, adapter_targets=("q_proj",))
+    argv, env = server_command(EngineKind.VLLM, settings)
+    assert value_after(argv, "--max-lora-rank") == "16"
+    assert int(value_after(argv, "--max-cpu-loras")) == 2 * int(value_after(argv, "--max-loras"))
+    assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    with pytest.raises(ConfigError, match=r"up to rank 512, found 513"):
+        server_command(EngineKind.VLLM, ServerSettings(model="/m", port=7001, adapter_rank=513))
+
+
+def test_sglang_is_told_which_matrices_get_adapters_and_computes_them_without_gpu_kernels_on_cpus():
+    settings = ServerSettings(model="/m", port=7001, adapter_rank=12, adapter_targets=("q_proj", "up_proj"))
+    argv, _ = server_command(EngineKind.SGLANG, settings)
+    at = argv.index("--lora-target-modules")
+    assert argv[at : at + 4] == ["--lora-target-modules", "q_proj", "up_proj", "--max-loras-per-batch"]
+    assert value_after(argv, "--max-lora-rank") == "12"
+    assert value_after(argv, "--lora-backend") == "torch_native"
+    argv, _ = server_command(EngineKind.SGLANG, msgspec.structs.replace(settings, device="cuda"))
+    assert "--lora-backend" not in argv

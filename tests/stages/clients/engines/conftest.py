@@ -20,7 +20,16 @@ def versions(tmp_path_factory) -> list[str]:
     return make_versions(tmp_path_factory.mktemp("versions"))
 
 
-def started(kind: EngineKind, versions, tmp_path_factory):
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory, versions) -> tuple[str, ...]:
+    """Folders of different LoRA adapters on the first version."""
+    from adapter_folders import write_adapter  # noqa: PLC0415 - torch, only where weights are made
+
+    root = tmp_path_factory.mktemp("adapters")
+    return tuple(write_adapter(root / f"a{seed}", versions[0], seed=seed) for seed in range(len(versions)))
+
+
+def started(kind: EngineKind, versions, tmp_path_factory, adapter_targets: tuple[str, ...] = ()):
     from real_servers import real_server  # noqa: PLC0415 - same
 
     try:
@@ -29,7 +38,8 @@ def started(kind: EngineKind, versions, tmp_path_factory):
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
-    return real_server(kind, versions[0], tmp_path_factory.mktemp("logs") / f"{kind}.log")
+    log_file = tmp_path_factory.mktemp("logs") / f"{kind}.log"
+    return real_server(kind, versions[0], log_file, adapter_targets=adapter_targets)
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +58,12 @@ def sglang_url(versions, tmp_path_factory):
 def real(request) -> tuple[EngineKind, str]:
     """(kind, address) of each real server."""
     return request.param, request.getfixturevalue(f"{request.param}_url")
+
+
+@pytest.fixture(params=[EngineKind.VLLM, EngineKind.SGLANG], ids=str, scope="session")
+def real_with_adapters(request, versions, tmp_path_factory):
+    """(kind, address) of a real server of each kind that takes LoRA adapters."""
+    from adapter_folders import TARGETS  # noqa: PLC0415 - torch
+
+    with started(request.param, versions, tmp_path_factory, TARGETS) as url:
+        yield request.param, url

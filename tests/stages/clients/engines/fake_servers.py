@@ -23,8 +23,9 @@ LOGPROB = -0.5
 class Running:
     """One request at the server."""
 
-    def __init__(self, prompt: list[int], params: dict, cache_salt: str):
+    def __init__(self, prompt: list[int], params: dict, cache_salt: str, adapter: str = ""):
         self.prompt = prompt
+        self.adapter = adapter
         self.params = params
         self.cache_salt = cache_salt
         self.ids: list[int] = []
@@ -64,6 +65,15 @@ class FakeServer:
         self.device = "cpu"
         self.worker_extension = "headrace_vllm.WholeReload"
         self.reload_methods: list[str] = []
+        self.max_adapters = 0
+        """That it computes with at once; 0: it was started without LoRA."""
+        self.max_rank = 16
+        self.targets: list[str] = []
+        """SGLang's --lora-target-modules."""
+        self.adapters: dict[str, str] = {}
+        """Name → folder."""
+        self.poisoned: set[str] = set()
+        """Names whose log-probs are no numbers; "next": of the adapter that is loaded next."""
 
     # -- HTTP
 
@@ -81,7 +91,8 @@ class FakeServer:
             get("/weight_info", self._says(lambda: {"weight_version": self.label}))
             get("/server_info", self._says(self._vllm_config))
             get("/metrics", self._vllm_metrics)
-            get("/v1/models", self._vllm_models)
+            post("/v1/load_lora_adapter", self._load_adapter)
+            post("/v1/unload_lora_adapter", self._unload_adapter)
         else:
             post("/generate", self._generate)
             post("/pause_generation", self._sglang_pause)
@@ -90,8 +101,12 @@ class FakeServer:
             post("/flush_cache", self._sglang_flush)
             post("/update_weights_from_disk", self._sglang_update)
             get("/model_info", self._says(lambda: {"model_path": self.folder, "weight_version": self.label}))
-            get("/server_info", self._says(lambda: {"context_length": MAX_CONTEXT + 2}))
+            post("/update_weight_version", self._vllm_label)
+            post("/load_lora_adapter", self._load_adapter)
+            post("/unload_lora_adapter", self._unload_adapter)
+            get("/server_info", self._says(self._sglang_config))
             get("/v1/loads", self._says(lambda: {"loads": [{"num_running_reqs": len(self.running)}]}))
+        get("/v1/models", self._models)
         return app
 
     @staticmethod
@@ -121,11 +136,15 @@ class FakeServer:
             return web.json_response({"error": {"message": "the engine is dead"}}, status=500)
         if self.kind is EngineKind.VLLM:
             server_id, prompt = "generate-tokens-" + body["request_id"], body["token_ids"]
+            adapter = "" if body["model"] == "policy" else body["model"]
         else:
             server_id, prompt = body["rid"], body["input_ids"]
+            adapter = body.get("lora_path", "")
+        if adapter and adapter not in self.adapters:
+            return web.json_response({"error": {"message": f"no {adapter}"}}, status=404)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        one = self.running[server_id] = Running(prompt, body["sampling_params"], body["cache_salt"])
+        one = self.running[server_id] = Running(prompt, body["sampling_params"], body["cache_salt"], adapter)
         try:
             async for event in self._events(one):
                 if event == b"":
@@ -175,7 +194,7 @@ class FakeServer:
 
     def _event(self, one: Running, num_new: int, finish: str | None, matched: int | None) -> bytes:
         logprob: float | None = LOGPROB
-        if self.fault == "nan" and len(one.ids) > self.fault_after:
+        if (self.fault == "nan" and len(one.ids) > self.fault_after) or one.adapter in self.poisoned:
             logprob = -9999.0 if self.kind is EngineKind.VLLM else None
         new = one.ids[len(one.ids) - num_new :]
         spans = [{"version": v, "start": s, "end": e} for v, s, e in one.spans] if finish else None
@@ -243,7 +262,44 @@ class FakeServer:
 
     def _vllm_config(self) -> dict:
         parallel = {"worker_extension_cls": self.worker_extension}
-        return {"vllm_config": {"parallel_config": parallel, "device_config": {"device": self.device}}}
+        lora = {
+            "max_lora_rank": self.max_rank,
+            "max_loras": self.max_adapters,
+            "max_cpu_loras": 2 * self.max_adapters,
+        }
+        return {
+            "vllm_config": {
+                "parallel_config": parallel,
+                "device_config": {"device": self.device},
+                "lora_config": lora if self.max_adapters else None,
+            }
+        }
+
+    def _sglang_config(self) -> dict:
+        lora = {
+            "enable_lora": bool(self.max_adapters) or None,
+            "max_lora_rank": self.max_rank,
+            "max_loras_per_batch": self.max_adapters + 1,
+            "lora_target_modules": self.targets or None,
+        }
+        return {"context_length": MAX_CONTEXT + 2, **lora}
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        if "next" in self.poisoned:
+            self.poisoned = {body["lora_name"]}
+        return web.json_response({"success": True})
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        """vLLM forgets the name at once; SGLang waits for the requests that run with it, whoever listens."""
+        name = (await request.json())["lora_name"]
+        if self.adapters.pop(name, None) is None:
+            status = 404 if self.kind is EngineKind.VLLM else 400
+            return web.json_response({"error": {"message": f"no {name}"}}, status=status)
+        while self.kind is EngineKind.SGLANG and any(one.adapter == name for one in self.running.values()):
+            await anyio.sleep(0.005)
+        return web.json_response({"success": True})
 
     async def _vllm_label(self, request: web.Request) -> web.Response:
         self.label = (await request.json())["new_version"]
@@ -253,12 +309,21 @@ class FakeServer:
         return web.json_response({"success": request.query["reset_running_requests"] == "true" or not self.running})
 
     async def _vllm_metrics(self, _: web.Request) -> web.Response:
+        names = ",".join(sorted({one.adapter for one in self.running.values()} - {""}))
+        told = 'vllm:lora_requests_info{max_lora="4",running_lora_adapters="%s",waiting_lora_adapters=""} %s'
         return web.Response(
-            text=f'# HELP\nvllm:num_requests_running{{engine="0"}} {len(self.running)}.0\nvllm:num_requests_waiting{{engine="0"}} 0.0\n'
+            text=f'# HELP\nvllm:num_requests_running{{engine="0"}} {len(self.running)}.0\n'
+            'vllm:num_requests_waiting{engine="0"} 0.0\n'
+            f"{told % ('lora-1-gone', '1.796e+09')}\n{told % (names, '1.797e+09')}\n"
         )
 
-    async def _vllm_models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "policy", "root": self.folder, "max_model_len": MAX_CONTEXT}]})
+    async def _models(self, _: web.Request) -> web.Response:
+        base = {"id": "policy", "root": self.folder, "parent": None, "max_model_len": MAX_CONTEXT}
+        adapters = [
+            {"id": name, "root": folder, "parent": "policy", "max_model_len": None}
+            for name, folder in self.adapters.items()
+        ]
+        return web.json_response({"data": [base, *adapters]})
 
     async def _sglang_pause(self, request: web.Request) -> web.Response:
         mode = (await request.json())["mode"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from adapter_folders import RANK
+from peft import PeftModel
+from torch import nn
 from transformers import Qwen3ForCausalLM
 
 from ops.engines.commands import ServerSettings, server_command
@@ -50,8 +54,14 @@ def make_versions(root: Path) -> list[str]:
 
 
 @contextmanager
-def real_server(kind: EngineKind, folder: str, log_file: Path, *extra_args: str) -> Iterator[str]:
-    """A server that is up: its address. Nothing of it is left afterwards."""
+def real_server(
+    kind: EngineKind, folder: str, log_file: Path, *extra_args: str, adapter_targets: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """A server that is up: its address. Nothing of it is left afterwards.
+
+    Args:
+        adapter_targets: it takes LoRA adapters for these matrices.
+    """
     environment = cpu_environment()
     port = free_port("127.0.0.1")
     argv, env = server_command(
@@ -63,6 +73,8 @@ def real_server(kind: EngineKind, folder: str, log_file: Path, *extra_args: str)
             stubs=environment.stubs,
             max_context=MAX_CONTEXT,
             max_running_requests=8,
+            adapter_rank=RANK if adapter_targets else 0,
+            adapter_targets=adapter_targets,
             extra_args=extra_args,
         ),
     )
@@ -99,7 +111,13 @@ def wait_until_up(kind: EngineKind, url: str, process: subprocess.Popen[bytes], 
 
 
 @lru_cache(maxsize=8)
-def reference(folder: str) -> Qwen3ForCausalLM:
+def reference(folder: str) -> nn.Module:
+    """A model folder's model, or what peft makes of an adapter's folder and the model that it is for."""
+    config = Path(folder) / "adapter_config.json"
+    if config.exists():
+        base = json.loads(config.read_text())["base_model_name_or_path"]
+        model = Qwen3ForCausalLM.from_pretrained(base, dtype=torch.float32)
+        return PeftModel.from_pretrained(model, folder).eval()
     return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -8,7 +8,7 @@ import pytest
 from real_servers import NUM_VERSIONS, greedy_ids, logprobs
 
 from schemas.messages.rollout import FinishReason
-from stages.clients.engines import http_engine
+from stages.clients.engines import HttpEngineSettings, http_engine
 from stages.ports import GenerateRequest, SamplingSettings, SwapMode
 
 TEMPERATURE = 0.8
@@ -79,24 +79,29 @@ class LoadOnEngine:
                 await anyio.sleep(0.01)
 
 
-async def swaps_under_load(kind, url, versions, mode, *, num_swaps: int) -> None:
-    async with http_engine(kind, "e", url) as engine:
+async def swaps_under_load(kind, url, versions, mode, *, num_swaps: int, adapters: tuple[str, ...] = ()) -> None:
+    """Args:
+    versions: model folders; the server started with the first one.
+    adapters: folders of adapters on the first version, to be loaded instead of the other versions.
+    """
+    async with http_engine(kind, "e", url, HttpEngineSettings(adapters=bool(adapters))) as engine:
         first = (await engine.health()).version
         load = LoadOnEngine(engine, seed=first)
-        folders = {first: versions[first % NUM_VERSIONS]}
+        choices = adapters or versions
+        folders = {first: choices[first % NUM_VERSIONS] if first or not adapters else versions[0]}
         async with anyio.create_task_group() as tasks:
             for number in range(NUM_STREAMS):
                 tasks.start_soon(load.stream, number)
             for version in range(first + 1, first + num_swaps + 1):
                 await load.tokens(80)
-                folders[version] = versions[version % NUM_VERSIONS]
-                await engine.load_weights(folders[version], version, mode)
+                folders[version] = choices[version % NUM_VERSIONS]
+                await (engine.load_adapter if adapters else engine.load_weights)(folders[version], version, mode)
                 await check_greedy(engine, folders[version], version)
             await load.tokens(40)
             load.stopping = True
         health = await engine.health()
     assert (health.ready, health.version, health.num_running + health.num_waiting) == (True, first + num_swaps, 0)
-    check_answers(load, folders, mode)
+    check_answers(load, folders, mode, adapters=bool(adapters))
 
 
 async def check_greedy(engine, folder: str, version: int) -> None:
@@ -115,7 +120,7 @@ async def check_greedy(engine, folder: str, version: int) -> None:
     np.testing.assert_allclose(told, logprobs(folder, PREFIX, ids, 0.0), atol=1e-4)
 
 
-def check_answers(load: LoadOnEngine, folders: dict[int, str], mode: SwapMode) -> None:
+def check_answers(load: LoadOnEngine, folders: dict[int, str], mode: SwapMode, *, adapters: bool) -> None:
     assert len(load.answers) == load.num_started, "a request was lost"
     num_across = 0
     for one in load.answers:
@@ -125,12 +130,12 @@ def check_answers(load: LoadOnEngine, folders: dict[int, str], mode: SwapMode) -
         for version in sorted(set(one.versions)):
             expected = logprobs(folders[version], one.prompt, np.array(one.ids, dtype=np.int32), TEMPERATURE)
             where = np.array(one.versions) == version
-            if mode is SwapMode.IN_PLACE and version != one.versions[0]:
+            if mode is SwapMode.IN_PLACE and not adapters and version != one.versions[0]:
                 continue  # sampled over keys and values of older weights: approximate
             np.testing.assert_allclose(np.array(one.logprobs)[where], expected[where], atol=1e-4)
-        if mode is SwapMode.DRAIN:
+        if mode is SwapMode.DRAIN or (adapters and len(one.calls) == 1):
             assert len(set(one.versions)) == 1
-    if mode is not SwapMode.DRAIN:
+    if mode is SwapMode.ABORT or (mode is not SwapMode.DRAIN and not adapters):
         assert num_across >= 1, "no request ran across a swap"
     if mode is SwapMode.ABORT:
         assert all(len(one.calls) > 1 for one in load.answers if len(set(one.versions)) > 1)
@@ -143,8 +148,22 @@ async def test_swaps_under_load(real, versions, mode):
     await swaps_under_load(*real, versions, mode, num_swaps=3)
 
 
+@pytest.mark.resources
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("mode", list(SwapMode))
+async def test_adapters_under_load(real_with_adapters, versions, adapters, mode):
+    await swaps_under_load(*real_with_adapters, versions, mode, num_swaps=5, adapters=adapters)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mode", list(SwapMode))
 async def test_twenty_swaps_under_load(real, versions, mode):
     await swaps_under_load(*real, versions, mode, num_swaps=20)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mode", list(SwapMode))
+async def test_twenty_adapters_under_load(real_with_adapters, versions, adapters, mode):
+    await swaps_under_load(*real_with_adapters, versions, mode, num_swaps=20, adapters=adapters)
