@@ -1,6 +1,6 @@
 """Roles of a run and the least that each may do, as data for a NATS server's configuration.
 
-Who can read the whole log: fold, reader, keeper and operator. A worker reads what its durables hand out and single messages of
+Who can read the whole log: rollout, fold, reader, keeper and operator. A worker reads what its durables hand out and single messages of
 the topics it was given; a gateway reads only the topics it was given. All of them read payloads whose id they know.
 Streams and durables are made by the operator; whoever reads the whole log makes short-lived consumers for that, and a
 server can't tell those from durables: fold and reader could change the settings of one. Every user has an inbox prefix
@@ -25,6 +25,8 @@ TALK: Final = ("hrm", "hrq")
 """First tokens of a run's reports and requests, beside the port's own talk."""
 HOLDS: Final = "hold"
 """First token of the keys by which readers hold the log (pipeline.holds)."""
+NODE_KEYS: Final = ("node", "scale", "presence")
+"""First tokens of the keys by which a node tells what it runs."""
 MARK: Final = "retain"
 """Key of the low-water mark."""
 
@@ -36,6 +38,9 @@ class Role(StrEnum):
     """Runs stages: takes from its durables, publishes its topics, stores and reads payloads."""
     GATEWAY = "gateway"
     """Publishes its topics, reads single messages of them, stores payloads; has no durable."""
+    ROLLOUT = "rollout"
+    """A node with stages and gateways: reads the whole log, takes from its durables, publishes its topics, tells what it runs.
+    It can't purge, touch checkpoints and leases, or speak for folds and trainer."""
     FOLD = "fold"
     """Reads the whole log, publishes its topics, keeps checkpoints."""
     READER = "reader"
@@ -118,6 +123,12 @@ def permissions(
     match role:
         case Role.WORKER | Role.GATEWAY:
             publish = [*own, *get_own, *take, *read_payloads, *write_payloads, *say_present, *know, *talk]
+        case Role.ROLLOUT:
+            tell = [f"{names.state_prefix}{key}.>" for key in NODE_KEYS]
+            state_read = [f"{api}.DIRECT.GET.{state}.{names.state_prefix}>", f"{api}.STREAM.INFO.{state}"]
+            forget = f"{api}.CONSUMER.DELETE.{log}.*"
+            publish = [*own, *read_log, forget, *take, *tell, *state_read, *hold]
+            publish += [*read_payloads, *write_payloads, *know, *talk]
         case Role.FOLD:
             forget = f"{api}.CONSUMER.DELETE.{log}.*"
             publish = [*own, *read_log, forget, *keep_state, *read_payloads, *write_payloads, *know, *talk]

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from broker.rights import Role
 from ops.deploy.nats import nats_config
-from ops.deploy.plan import USERS, Places, brokers_of, config_text, has_work, node_topology, password_env
+from ops.deploy.plan import USERS, Places, brokers_of, config_text, has_work, node_topology, password_env, role_of
 from ops.nodes.file import Cluster, NodeSection
 from schemas.errors import ConfigError
 
@@ -142,7 +141,7 @@ def _node_set(label: str, places: Places, node: NodeSection) -> Document:
             {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - where torch and servers look for it
         ],
     }
-    password = {"key": Role.OPERATOR.value, "path": Role.OPERATOR.value}
+    password = {"key": role_of(node).value, "path": role_of(node).value}
     authority = {"key": "ca.crt", "path": "ca.crt"}
     spec: Document = {
         "containers": [container],

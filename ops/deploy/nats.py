@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from broker.rights import User, account_config, permissions
-from ops.deploy.plan import USERS, Places, password_env
+from broker.rights import User, account_config
+from ops.deploy.plan import USERS, Places, password_env, user_permissions
 
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 
@@ -38,7 +38,7 @@ def nats_config(
             name=role.value,
             password="",
             password_env=password_env(run, role),
-            permissions=permissions(role, run, role.value),
+            permissions=user_permissions(role, run),
         )
         for role in USERS
     ]

@@ -9,12 +9,16 @@ from typing import Final
 
 import msgspec
 
-from broker.rights import Role, inbox_prefix
+from broker.rights import Permissions, Role, inbox_prefix, permissions
 from ops.nodes.file import Cluster, NodeSection
+from ops.topology import ARENA_LAUNCH, FAN_OUT, REWARDS
 from schemas.errors import ConfigError
+from schemas.topics import TOPICS
 
-USERS: Final = (Role.OPERATOR, Role.READER)
-"""Who may log in at rendered NATS servers: the run's nodes as operator, people who only look as reader."""
+USERS: Final = (Role.OPERATOR, Role.ROLLOUT, Role.READER)
+"""Who may log in at rendered NATS servers: control and trainer nodes as operator, the others as rollout, people who only look
+as reader."""
+_ROLLOUT_TOPICS: Final = ("episode.", "session.", "interaction.", "trajectory.", "weights.loaded", "dead.letter")
 
 
 class Places(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +33,19 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
     image: str = "headrace:latest"
     """Kubernetes: an image with headrace and, for nodes with GPUs, the extra `train`."""
     nats_image: str = "nats:2.12-alpine"
+
+
+def role_of(node: NodeSection) -> Role:
+    """As what a node logs in."""
+    return Role.OPERATOR if node.control or node.trainer else Role.ROLLOUT
+
+
+def user_permissions(role: Role, run: str) -> Permissions:
+    """What a user of a rendered NATS server may do."""
+    if role is not Role.ROLLOUT:
+        return permissions(role, run, role.value)
+    topics = [topic.name for topic in TOPICS if topic.name.startswith(_ROLLOUT_TOPICS)]
+    return permissions(role, run, role.value, topics=topics, durables=[FAN_OUT, ARENA_LAUNCH, REWARDS])
 
 
 def password_env(run: str, role: Role) -> str:
@@ -70,7 +87,9 @@ def node_topology(cluster: Cluster, places: Places, urls: str, *, addresses: dic
         f"run.dir={json.dumps(f'{places.state}/{run}')}",
     ]
     nodes = [
-        msgspec.structs.replace(node, broker=False, address=(addresses or {}).get(node.name, node.address))
+        msgspec.structs.replace(
+            node, broker=False, broker_user=role_of(node).value, address=(addresses or {}).get(node.name, node.address)
+        )
         for node in cluster.file.nodes
         if has_work(node)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from broker.rights import Role
 from ops.deploy.kubernetes import render_kubernetes
 from ops.deploy.plan import USERS, Places, checked_place, password_env
 from ops.deploy.slurm import render_slurm
@@ -57,9 +56,7 @@ def _words(cluster: Cluster, places: Places) -> dict[str, str]:
     return {
         "run": run,
         "etc": places.etc,
-        "operator": password_env(run, Role.OPERATOR),
-        "reader": password_env(run, Role.READER),
-        "names": ", ".join(password_env(run, role) for role in USERS),
+        "names": ", ".join(f"{password_env(run, role)}=…" for role in USERS),
     }
 
 
@@ -79,14 +76,15 @@ Every machine: a user `headrace`, headrace installed, and in `{etc}` (owned by r
 
 - `topology.toml`, `config.toml` from here
 - `secrets.json`: made once with `headrace deploy keys secrets.json`, the same on all (mode 0640)
-- `passwords/operator`: the password of the NATS user `operator` (mode 0640); `passwords/reader` where people look at the run
+- `passwords/USER` (mode 0640): the password of the node's NATS user, which topology.toml names (`broker_user`): `operator` where the run is
+  controlled or trained, `rollout` elsewhere; `reader` is for people who only look
 - `tls/ca.crt`: the authority of the NATS servers' certificates
 - `NODE/headrace.service` goes to /etc/systemd/system
 
 Machines with a NATS server, too:
 
 - `NODE/nats.conf` to `{etc}/nats.conf`, `NODE/headrace-nats.service` to /etc/systemd/system
-- `nats.env` (mode 0600): {operator}=… and {reader}=…, the same on all
+- `nats.env` (mode 0600): {names}; the same on all
 - `tls/tls.crt`, `tls/tls.key`: a certificate for the machine's address, for server and client use
 
 Then `systemctl enable --now headrace-nats` on those, and `systemctl enable --now headrace` everywhere. `systemctl stop headrace` lets a
@@ -99,7 +97,7 @@ The image holds headrace and runs as user 1000. Secrets, once in the namespace:
 
     headrace deploy keys secrets.json
     kubectl create secret generic headrace-keys --from-file=secrets.json
-    kubectl create secret generic headrace-nats-passwords --from-literal=operator=… --from-literal=reader=…
+    kubectl create secret generic headrace-nats-passwords --from-literal=operator=… --from-literal=rollout=… --from-literal=reader=…
     kubectl create secret generic headrace-nats-tls --from-file=ca.crt --from-file=tls.crt --from-file=tls.key
     kubectl create secret generic headrace-environment --from-env-file=node.env    # credentials of the Arena; optional
 

@@ -1,7 +1,7 @@
 """What a person asks of a run's nodes, and what nodes say of themselves, through the broker.
 
 headrace scale | down ──hrq.<run>.node.<name>──▶ the node's supervisor
-a node that runs       ──▶ last value `node.<name>`        what it runs; gone when it left in good order
+a node that runs       ──▶ last value `node.<name>`        what it runs; or that it left
 headrace scale         ──▶ last value `scale.<name>`       obeyed again at the node's next start
 the run's end          ──▶ last value `run.over`           every node leaves
 """
@@ -39,6 +39,8 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     broker: bool = False
     counts: dict[str, int] = {}
     """Processes of each scalable stage that the node has."""
+    gone: bool = False
+    """It left, or died."""
 
 
 class NodeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +102,7 @@ async def answers(broker: Broker, node: str) -> bool:
 async def nodes_of(broker: Broker) -> dict[str, NodeState]:
     """The nodes that came and did not leave in good order."""
     states = [msgspec.msgpack.decode(data, type=NodeState) for data, _ in (await broker.list_state(_NODE)).values()]
-    return {state.node: state for state in sorted(states, key=lambda state: state.node)}
+    return {state.node: state for state in sorted(states, key=lambda state: state.node) if not state.gone}
 
 
 async def say_here(broker: Broker, state: NodeState) -> None:
@@ -109,8 +111,8 @@ async def say_here(broker: Broker, state: NodeState) -> None:
 
 
 async def say_gone(broker: Broker, node: str) -> None:
-    """Forget a node that leaves."""
-    await broker.delete_state(f"{_NODE}.{node}")
+    """Say of a node that it left. Nothing is deleted: that takes a right which nodes that only roll out don't have."""
+    await say_here(broker, NodeState(node=node, gone=True))
 
 
 async def scales_of(broker: Broker, node: str) -> dict[str, int]:

@@ -27,6 +27,7 @@ from typing import Final
 import msgspec
 import psutil
 
+from broker.rights import inbox_prefix
 from ops.arena_access import LOCAL, uses_arena
 from ops.config import RunConfig, check_keys, load_config
 from ops.engines.plan import has_servers
@@ -62,6 +63,9 @@ class NodeSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Processes that agents find the model at; a built-in or scripted engine is in each."""
     engines: int = 0
     """Inference servers that are started (vllm, sglang)."""
+    broker_user: str = ""
+    """Logs in at the broker as this user instead of the config's: with the password in the file of that name beside
+    `broker.password_file`, and an inbox of its own."""
     gpus: int = 0
     """What rendered deployments ask for this node; `engine.gpus` says which of them engines take."""
 
@@ -207,8 +211,13 @@ def with_broker(file: TopologyFile, config: RunConfig) -> RunConfig:
 def node_config(cluster: Cluster, node: NodeSection) -> RunConfig:
     """The config as one node has it: its own folder, and its servers at its own address. Nothing of it changes the log."""
     config, replace = cluster.config, msgspec.structs.replace
+    broker, user = config.broker, node.broker_user
+    if user:
+        password_file = str(Path(broker.password_file).with_name(user))
+        broker = replace(broker, user=user, password_file=password_file, inbox_prefix=inbox_prefix(user))
     return replace(
         config,
+        broker=broker,
         run=replace(config.run, dir=cluster.run_dir(node.name)),
         gateway=replace(config.gateway, host=node.address),
         engine=replace(config.engine, host=node.address, count=node.engines),
@@ -243,6 +252,10 @@ def _check_node(node: NodeSection, config: RunConfig) -> None:
     for share in ("fan_out", "launchers", "rewards", "gateways", "engines", "gpus"):
         if getattr(node, share) < 0:
             raise ConfigError(f"nodes.{share} of {node.name}: expected 0 or more, found {getattr(node, share)}")
+    if node.broker_user and not (config.broker.password_file and is_safe_token(node.broker_user)):
+        raise ConfigError(
+            f"nodes.broker_user of {node.name}: expected a user's name, and broker.password_file of the config for the folder"
+        )
     if node.engines and not has_servers(config.engine):
         raise ConfigError(
             f"nodes.engines of {node.name}: engine.kind is {config.engine.kind.value}, which is in each gateway; "

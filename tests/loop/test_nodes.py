@@ -14,9 +14,11 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
+import psutil
 import pytest
 
 from ops.connection import connect_to
+from ops.control import standing
 from ops.nodes.asking import nodes_of
 from ops.nodes.file import load_cluster
 from ops.run_folder import RunFolder
@@ -56,6 +58,18 @@ launchers = 1
 gateways = 1
 """
 
+CLUSTER = (
+    TOPOLOGY.replace('address = "127.0.0.3"', 'address = "127.0.0.3"\nbroker = true')
+    .replace("launchers = 1\ngateways = 1\n", "", 1)
+    .replace('address = "127.0.0.4"', 'address = "127.0.0.4"\nbroker = true')
+    .replace("port = {port}", "port = {port}\ncluster_port = {cluster_port}\nmax_store_bytes = 4000000000")
+    .replace(
+        "'run.steps={steps}'",
+        "'run.steps={steps}', 'broker.max_bytes=100000000', 'broker.max_payload_store_bytes=200000000'",
+    )
+)
+"""Each node has a NATS server; the middle one has nothing else."""
+
 
 def _free_port(host: str) -> int:
     with socket.socket() as probe:
@@ -66,11 +80,15 @@ def _free_port(host: str) -> int:
 class Nodes:
     """`headrace up` of each node of a topology, in processes of their own."""
 
-    def __init__(self, folder: Path, run: str, steps: int) -> None:
+    def __init__(self, folder: Path, run: str, steps: int, topology: str = TOPOLOGY) -> None:
         self.file = folder / f"{run}.toml"
         self.run = run
         self.port = _free_port("127.0.0.2")
-        self.file.write_text(TOPOLOGY.format(config=SMOKE, run=run, folder=folder, steps=steps, port=self.port))
+        self.file.write_text(
+            topology.format(
+                config=SMOKE, run=run, folder=folder, steps=steps, port=self.port, cluster_port=self.port + 1
+            )
+        )
         self.processes: dict[str, anyio.abc.Process] = {}
         self.folder = folder
 
@@ -122,6 +140,13 @@ class Nodes:
         assert code == 0, self.said("head")
         return json.loads((self.folder / f"{self.run}.head.json").read_text().splitlines()[-1])
 
+    async def headrace(self, *arguments: str, code: int = 0) -> str:
+        """What another command says."""
+        done = await anyio.run_process([sys.executable, "-m", "ops", *arguments], cwd=ROOT, check=False)
+        said = (done.stdout + done.stderr).decode()
+        assert done.returncode == code, said
+        return said
+
     async def end(self) -> None:
         for process in self.processes.values():
             if process.returncode is None:
@@ -138,8 +163,8 @@ class Nodes:
 async def nodes(tmp_path: Path) -> AsyncGenerator:
     made: list[Nodes] = []
 
-    def make(run: str = "nodes", steps: int = 12) -> Nodes:
-        made.append(Nodes(tmp_path, run, steps))
+    def make(run: str, steps: int, topology: str = TOPOLOGY) -> Nodes:
+        made.append(Nodes(tmp_path, run, steps, topology))
         return made[-1]
 
     yield make
@@ -149,7 +174,7 @@ async def nodes(tmp_path: Path) -> AsyncGenerator:
 
 @pytest.mark.nightly
 async def test_a_rollout_node_joins_and_leaves_and_dies_while_the_run_goes_on(nodes) -> None:
-    run = nodes(steps=90)
+    run = nodes("nodes", steps=90)
     await run.up("head")
     with anyio.fail_after(240):
         await run.until_keys()
@@ -175,3 +200,104 @@ async def test_a_rollout_node_joins_and_leaves_and_dies_while_the_run_goes_on(no
     assert result["steps"] == 90
     assert (result["unexplained"], result["doubled"], result["dead_letters"]) == (0, 0, 0)
     assert result["groups"]["trained"] == 360
+
+
+@pytest.mark.nightly
+async def test_nodes_are_scaled_leave_and_come_back_and_the_run_is_stopped_by_commands(nodes, wait_until) -> None:
+    run = nodes("asked", steps=5000)
+    topology = str(run.file)
+    await run.up("head")
+    with anyio.fail_after(280):
+        await run.until_ready("head")
+        said = await run.headrace("up", topology, "--node", "rollout-1", "--detach")
+        pid = int(said.partition("(pid ")[2].partition(")")[0])
+        await run.until_step(1)
+
+        assert "gateway: 2 on rollout-1" in await run.headrace("scale", "gateway=2", topology)
+        refused = await run.headrace("scale", "sampling=2", topology, code=1)
+        assert "sampling can't be scaled: it is a fold" in refused
+        assert "rewards: 1 on head" in await run.headrace("scale", "rewards=1", topology)
+
+        await run.headrace("down", topology, "--node", "rollout-1")
+        await wait_until(lambda: not psutil.pid_exists(pid))
+        async with run.broker() as broker:
+            assert set(await nodes_of(broker)) == {"head"}
+
+        said = await run.headrace("up", topology, "--node", "rollout-1", "--detach")
+        pid = int(said.partition("(pid ")[2].partition(")")[0])
+        workers = [" ".join(child.cmdline()) for child in psutil.Process(pid).children()]
+        assert sum("worker gateway" in line for line in workers) == 2  # as it was scaled
+        await run.headrace("pause", topology)
+        await run.headrace("resume", topology)
+
+        assert "told to leave: head" in await run.headrace("down", topology)
+        assert await run.processes["head"].wait() == 130, run.said("head")
+        await wait_until(lambda: not psutil.pid_exists(pid))
+    result = json.loads((run.folder / "asked.head.json").read_text().splitlines()[-1])
+    assert (result["unexplained"], result["doubled"], result["dead_letters"]) == (0, 0, 0)
+
+
+@pytest.mark.nightly
+async def test_a_node_with_other_keys_or_settings_is_refused(nodes) -> None:
+    run = nodes("refused", steps=5000)
+    await run.up("head")
+    with anyio.fail_after(150):
+        await run.until_ready("head")
+        other = await run.headrace(
+            *("up", str(run.file), "--node", "rollout-1", "--set", "sampling.groups_per_step=2"), code=1
+        )
+        assert "its config has other [sampling], [assembly] or stream settings than run 'refused'" in other
+        keys = run.folder / "refused.secrets.json"
+        changed = {**json.loads(keys.read_text()), "control_key": "another"}
+        keys.write_text(json.dumps(changed))
+        assert "differs from the control node's" in await run.headrace(
+            "up", str(run.file), "--node", "rollout-1", code=1
+        )
+
+
+@pytest.mark.nightly
+async def test_runs_on_one_broker_don_t_touch_each_other(nodes, headrace, tmp_path) -> None:
+    first = nodes("first", steps=25)
+    await first.up("head")
+    with anyio.fail_after(280):
+        await first.until_ready("head")
+        await first.up("rollout-1")
+        place = (
+            *("--set", f"broker.url=nats://127.0.0.2:{first.port}", "--set", "run.id=second"),
+            *("--set", f"broker.token_file={tmp_path}/first/head/broker.token"),
+        )
+        async with headrace("--steps", "4", *place, folder=tmp_path / "second") as second:
+            await second.wait_for_step(1)
+            await first.headrace("pause", str(tmp_path / "second"))  # and no word of it reaches the first
+            await first.until_step(8)
+            await first.headrace("resume", str(tmp_path / "second"))
+            theirs = await second.result()
+        async with first.broker() as broker:
+            assert (await standing(broker)).word == ""
+            assert set(await nodes_of(broker)) == {"head", "rollout-1"}
+        ours = await first.result()
+    assert (theirs["run"], theirs["steps"], theirs["unexplained"], theirs["doubled"]) == ("second", 4, 0, 0)
+    assert (ours["run"], ours["steps"], ours["unexplained"], ours["doubled"]) == ("first", 25, 0, 0)
+    assert theirs["groups"]["trained"] == 16
+    assert ours["groups"]["trained"] == 100
+
+
+@pytest.mark.nightly
+async def test_a_run_outlives_one_of_three_nodes_with_nats_servers(nodes) -> None:
+    run = nodes("three", steps=40, topology=CLUSTER)
+    await run.up("head")
+    with anyio.fail_after(280):
+        await run.until_keys()
+        await run.up("rollout-1")
+        await run.up("rollout-2")
+        await run.until_ready("head", "rollout-1", "rollout-2")
+        await run.until_step(3)
+        os.kill(run.processes["rollout-1"].pid, signal.SIGKILL)  # and its server dies with it
+        await run.until_step(6)
+        await run.up("rollout-1")
+        await run.until_ready("rollout-1")
+        result = await run.result()
+        for node in ("rollout-1", "rollout-2"):
+            assert await run.processes[node].wait() == 0, run.said(node)
+    assert (result["steps"], result["unexplained"], result["doubled"], result["dead_letters"]) == (40, 0, 0, 0)
+    assert result["groups"]["trained"] == 160

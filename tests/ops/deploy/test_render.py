@@ -130,6 +130,7 @@ def test_manifests_have_the_schemas_of_kubernetes(cluster) -> None:
 def test_nats_takes_every_server_s_configuration(cluster, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HEADRACE_OF_THREE_OPERATOR_PASSWORD", "a")
     monkeypatch.setenv("HEADRACE_OF_THREE_READER_PASSWORD", "b")
+    monkeypatch.setenv("HEADRACE_OF_THREE_ROLLOUT_PASSWORD", "c")
     folder = tmp_path / "etc" / "tls"
     folder.mkdir(parents=True)
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", str(folder / "tls.key"))

@@ -20,13 +20,22 @@ from broker.settings import ConnectSettings
 from ops.deploy.plan import Places
 from ops.deploy.render import render, write_all
 from ops.nodes.file import load_cluster
+from ops.secrets import make_secrets
 from ops.topology import declared_topology
 
 ROOT = Path(__file__).parents[3]
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
-PASSWORDS = {"operator": "o-secret 1", "reader": "12e4"}  # with a blank, and like a number
+PASSWORDS = {
+    "operator": "o-secret 1",
+    "reader": "12e4",
+    "rollout": "$x",
+}  # with a blank, like a number, like a variable
 NODE = '[[nodes]]\nname = "n{n}"\naddress = "{host}"\nbroker = true\n'
-CONTROL = "control = true\ntrainer = true\narena = true\nfan_out = 1\nrewards = 1\nlaunchers = 1\ngateways = 1\n"
+SHARES = (
+    "control = true\ntrainer = true\narena = true\n",
+    "",
+    "fan_out = 1\nrewards = 1\nlaunchers = 1\ngateways = 1\n",
+)
 
 pytestmark = [pytest.mark.resources, pytest.mark.timeout(240)]
 
@@ -50,7 +59,7 @@ def certificates(folder: Path) -> None:
 async def rendered(tmp_path: Path) -> AsyncGenerator:
     """The servers, running; the folder with the rendered files."""
     etc, port = tmp_path / "etc", 24222
-    nodes = "".join(NODE.format(n=n, host=host) + (CONTROL if n == 0 else "") for n, host in enumerate(HOSTS))
+    nodes = "".join(NODE.format(n=n, host=host) + SHARES[n] for n, host in enumerate(HOSTS))
     (tmp_path / "three.toml").write_text(
         f'config = "{ROOT / "examples" / "smoke.toml"}"\n'
         f"""set = ['run.id="three"', 'run.steps=3', 'broker.max_bytes=100000000', 'broker.max_payload_store_bytes=200000000']\n"""
@@ -88,12 +97,17 @@ def login(folder: Path, user: str) -> ConnectSettings:
 
 
 async def test_a_run_goes_through_the_rendered_cluster_with_three_replicas_and_readers_only_read(rendered) -> None:
-    command = [sys.executable, "-m", "ops", "up", str(rendered / "etc" / "topology.toml"), "--node", "n0", "--json"]
-    done = await anyio.run_process(command, cwd=ROOT, check=False)
+    topology = str(rendered / "etc" / "topology.toml")
+    make_secrets(rendered / "etc" / "secrets.json")
+    command = [sys.executable, "-m", "ops", "up", topology, "--json", "--node"]
+    async with anyio.create_task_group() as tasks:  # the rollout node logs in as a user with fewer rights
+        tasks.start_soon(lambda: anyio.run_process([*command, "n2"], cwd=ROOT))
+        done = await anyio.run_process([*command, "n0"], cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     result = json.loads(done.stdout.decode().splitlines()[-1])
     assert (result["steps"], result["unexplained"], result["doubled"], result["dead_letters"]) == (3, 0, 0, 0)
 
+    assert load_cluster(topology).node("n2").broker_user == "rollout"
     url = ",".join(f"tls://{host}:24222" for host in HOSTS)
     async with open_admin(url, login(rendered, "operator")) as admin:
         declared = declared_topology(load_cluster(rendered / "etc" / "topology.toml").config)
@@ -103,6 +117,11 @@ async def test_a_run_goes_through_the_rendered_cluster_with_three_replicas_and_r
         assert (await broker.log_status()).last_sequence > 100
         with pytest.raises(BrokerError):
             await broker.publish("hr.three.run.control.x", b"no")
+    async with connect(url, "three", login(rendered, "rollout")) as broker:
+        with pytest.raises(BrokerError):
+            await broker.publish("hr.three.step.trained.99.1", b"no")
+        with pytest.raises(BrokerError):
+            await broker.purge_below(10)
     with pytest.raises(BrokerError):
         async with connect(url, "other", login(rendered, "operator"), create=True):
             pytest.fail("a run's account has no other run's streams")
