@@ -115,6 +115,8 @@ def draw(found: dict[str, dict[str, list[float]]], file: Path) -> None:
         axis.set_title(name, fontsize=9)
         axis.set_ylim(0, 1)
         axis.tick_params(labelsize=7)
+    for axis in axes.flat[max(0, len(found) - columns) : len(found)]:  # the lowest of each column
+        axis.tick_params(labelbottom=True)
     figure.supxlabel("step", fontsize=9)
     figure.supylabel(f"mean reward, running mean of {SMOOTH}", fontsize=9)
     figure.tight_layout()
