@@ -260,9 +260,9 @@ class HttpEngine:
         """Serve the weights of a HF folder from now on.
 
         Raises:
-            WeightsRefusedError: They don't fit, or the server could not load them; the old ones serve.
-            EngineUnavailableError: The server is gone or half loaded (requests are refused until a load succeeds), or
-                running requests did not drain in time (the old weights serve).
+            WeightsRefusedError: They don't fit, the server could not load them, or running requests did not drain in time; the
+                old ones serve.
+            EngineUnavailableError: The server is gone or half loaded: requests are refused until a load succeeds.
         """
         async with self._swap_turn:
             if self._served.adapter:

@@ -82,8 +82,8 @@ class ServedWeights:
         """Put checked weights in.
 
         Raises:
-            WeightsRefusedError: The server could not load them; the former ones serve.
-            EngineUnavailableError: They did not drain in time and the former ones serve, or the server must be replaced.
+            WeightsRefusedError: The server could not load them, or requests did not drain in time; the former ones serve.
+            EngineUnavailableError: The server must be replaced.
         """
         if mode is SwapMode.IN_PLACE and version == former_version:
             mode = SwapMode.RECOMPUTE  # cached prefixes are told apart by their version
@@ -104,7 +104,7 @@ class ServedWeights:
         except TimeoutError as error:
             if stay_paused:
                 await self._dialect.pause(self._server)
-            raise EngineUnavailableError(
+            raise WeightsRefusedError(
                 f"engine {self._name}: running requests did not end within {limit_s} s: version {version} is not loaded; "
                 "use recompute, in_place or abort"
             ) from error

@@ -311,7 +311,7 @@ async def test_a_drain_that_takes_too_long_is_given_up(fake, versions):
     async with serving(fake) as url, http_engine(fake.kind, "e", url, settings) as engine:
         stream = engine.generate(ask(n=3))
         first = await anext(stream)
-        with pytest.raises(EngineUnavailableError, match="version 1 is not loaded"):
+        with pytest.raises(WeightsRefusedError, match="version 1 is not loaded"):
             await engine.load_weights(versions[1], 1, SwapMode.DRAIN)
         for _ in range(3):
             fake.token_gate.release()
