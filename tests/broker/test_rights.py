@@ -35,6 +35,7 @@ async def opened(tmp_path):
         RUN: [
             user(Role.WORKER, topics=["episode.ended"], durables=["map"]),
             user(Role.GATEWAY, topics=["interaction.recorded"]),
+            user(Role.ROLLOUT, topics=["episode.ended"], durables=["map"]),
             user(Role.FOLD, topics=["step.assembled"]),
             user(Role.READER),
             user(Role.KEEPER, topics=["run.retain"]),
@@ -108,6 +109,26 @@ async def test_a_gateway_has_its_topics_and_no_durable(opened):
         with pytest.raises(NotAllowedError):
             async with gateway.consume("map", [f"hr.{RUN}.episode.ended.>"], SETTINGS):
                 pass
+
+
+async def test_a_rollout_node_works_and_tells_what_it_runs_but_decides_nothing(opened):
+    async with opened(Role.ROLLOUT) as node:
+        assert (await node.publish(f"hr.{RUN}.episode.ended.g1.0.1", b"x")).created
+        async with node.consume("map", [f"hr.{RUN}.episode.ended.>"], SETTINGS) as deliveries:
+            await take_and_ack(deliveries, 1)
+        async with node.read([f"hr.{RUN}.>"], follow=False) as records:
+            assert len(await take_all(records)) == 1
+        await node.save_state("node.rollout-1", b"here")
+        assert list(await node.list_state("node")) == ["node.rollout-1"]
+        for forbidden in (
+            node.publish(f"hr.{RUN}.step.trained.1.1", b"x"),
+            node.save_state("fold.assembly", b"x"),
+            node.save_state("trainer.lease", b"x"),
+            node.delete_state("node.rollout-1"),
+            node.purge_below(1),
+        ):
+            with pytest.raises(NotAllowedError):
+                await forbidden
 
 
 async def test_a_fold_reads_all_and_keeps_checkpoints(opened):
