@@ -35,6 +35,7 @@ from broker.api import (
 from broker.errors import RetryableBrokerError, StoreFullError
 from pipeline.delivery import RetryPolicy, backoff_s
 from pipeline.metrics import WorkerReport, report_subject
+from pipeline.tracing import HEADER, Tracing, place_of, traceparent, work_began_ns
 from schemas.payload import PayloadRef
 from schemas.topics import EPISODE_LAUNCHED, EPISODE_REQUESTED, GROUP_ISSUED, INTERACTION_RECORDED, SESSION_OPENED
 
@@ -153,8 +154,13 @@ class PatientPayloads:
 class WorkerBroker:
     """A `Broker` with headroom and patience; all else is the other's."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, tracing: Tracing | None = None) -> None:
+        """Args:
+        broker: the run's.
+        tracing: records a span for each message of an episode that this worker creates; None: nobody asks.
+        """
         self.inner: Final = broker
+        self._tracing: Final = tracing
         self.shares: Final = StoreShares()
         self.patience: Final = Patience()
         self.bulk_payloads: Final = PatientPayloads(broker.payloads, self.patience, self.shares)
@@ -183,7 +189,13 @@ class WorkerBroker:
 
     async def publish(self, subject: str, data: bytes, *, headers: Mapping[str, str] | None = None) -> Published:
         self.shares.check_message(subject)
-        return await self.inner.publish(subject, data, headers=headers)
+        if self._tracing is None or (place := place_of(subject)) is None:
+            return await self.inner.publish(subject, data, headers=headers)
+        began_ns = work_began_ns()
+        published = await self.inner.publish(subject, data, headers={**(headers or {}), HEADER: traceparent(place)})
+        if published.created:  # whoever comes second adopts the message, and its span was recorded by the first
+            self._tracing.said(place, began_ns)
+        return published
 
     async def publish_patiently(self, subject: str, data: bytes) -> Published:
         """As `publish`, for who has nothing better to do than wait until it is stored."""

@@ -28,6 +28,7 @@ from pipeline.metrics import Metrics
 from pipeline.publishing import publish_patiently
 from pipeline.retries import original, retries_of
 from pipeline.stage import BoundStage, Outputs
+from pipeline.tracing import begin_work
 from schemas.errors import DecodeError
 from schemas.messages.sampling import DeadLetter
 from schemas.topics import DEAD_LETTER
@@ -142,6 +143,7 @@ class StageRunner:
 
     async def _handle(self, delivery: Delivery) -> None:
         stage = self.stage
+        begin_work()
         too_often = decide_before(delivery.num_delivered, stage.policy)
         given = _Given(delivery=delivery, subject=delivery.subject, data=delivery.data)
         try:

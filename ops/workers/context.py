@@ -19,6 +19,7 @@ from pipeline.headroom import WorkerBroker
 from pipeline.log import RunLog, RunPayloads
 from pipeline.metrics import REPORT_PERIOD_S, Metrics, WorkerReport, report_subject
 from pipeline.runner import describe
+from pipeline.tracing import Tracing
 from pipeline.wall_clock import wall_clock
 from pipeline.watchdog import STOPPED_LABEL
 
@@ -39,13 +40,14 @@ class WorkerContext:
         broker: Broker,
         *,
         engine: EnginePlan | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.folder: Final = folder
         self.config: Final = config
         self.endpoints: Final = endpoints
         self.store: Final = broker.payloads
         """The run's payloads as they are: for whoever collects them."""
-        self.broker: Final = WorkerBroker(broker)
+        self.broker: Final = WorkerBroker(broker, tracing)
         self.log: Final = RunLog(self.broker, publish=self.broker.publish_patiently)
         self.payloads: Final = RunPayloads(self.broker, store=self.broker.bulk_payloads)
         self.now: Final = wall_clock()

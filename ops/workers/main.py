@@ -21,6 +21,7 @@ from ops.metrics.serving import serve_metrics
 from ops.run_folder import RunFolder
 from ops.stopping import until_stopped
 from ops.supervise.process import EXIT_GIVEN_UP
+from ops.tracing import tracing_of
 from ops.wiring import run_service
 from ops.workers.context import WorkerContext
 from ops.workers.slots import claim_slot
@@ -50,24 +51,32 @@ async def run_worker(
     )
     endpoints = msgspec.structs.replace(endpoints, broker_login=login, gateway_port=port or endpoints.gateway_port)
     plan = chosen_engine(engine, config.engine) if "engine" in stages else None
-    async with connect_to(endpoints, name="+".join(stages)) as broker:
-        context = WorkerContext(folder, config, endpoints, broker, engine=plan)
-        async with (
-            until_stopped(partial(_drain, context)),
-            anyio.create_task_group() as background,
-            _present(context, stages) as presence,
-        ):
-            background.start_soon(presence.keep)
-            background.start_soon(context.announce_reports)
-            background.start_soon(context.broker.follow_shares)
-            if config.metrics.port:
-                background.start_soon(serve_metrics, config.metrics, stages[0], context.reports)
-            async with anyio.create_task_group() as services:
-                for stage in stages:
-                    services.start_soon(run_service, stage, context)
-            await presence.leave()
-            background.cancel_scope.cancel()
-        return not context.draining.is_set()
+    names = "+".join(stages)
+    with tracing_of(config.run.id, names, os.environ) as tracing:
+        async with connect_to(endpoints, name=names) as broker:
+            context = WorkerContext(folder, config, endpoints, broker, engine=plan, tracing=tracing)
+            return await _serve(context, stages)
+
+
+async def _serve(context: WorkerContext, stages: Sequence[str]) -> bool:
+    """Run the services of a context until drained, or until one of them fails. Whether they ended by themselves."""
+    config = context.config
+    async with (
+        until_stopped(partial(_drain, context)),
+        anyio.create_task_group() as background,
+        _present(context, stages) as presence,
+    ):
+        background.start_soon(presence.keep)
+        background.start_soon(context.announce_reports)
+        background.start_soon(context.broker.follow_shares)
+        if config.metrics.port:
+            background.start_soon(serve_metrics, config.metrics, stages[0], context.reports)
+        async with anyio.create_task_group() as services:
+            for stage in stages:
+                services.start_soon(run_service, stage, context)
+        await presence.leave()
+        background.cancel_scope.cancel()
+    return not context.draining.is_set()
 
 
 @asynccontextmanager

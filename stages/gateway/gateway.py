@@ -20,6 +20,7 @@ from typing import Final
 import anyio
 import msgspec
 
+from pipeline.tracing import begin_work
 from schemas.messages.rollout import FinishReason, SessionClosed
 from stages.gateway.answering import AnswerReader, token_texts
 from stages.gateway.budget import Decision, decide_sampling
@@ -167,6 +168,7 @@ class Gateway:
             ClientGoneError: `scope` was cancelled.
         """
         self.counts.calls += 1
+        begin_work()
         try:
             return await self._answer_in_time(
                 session, self._preprocessed(call), emit, anyio.CancelScope() if scope is None else scope
