@@ -6,7 +6,10 @@ tasks; imports torch only when something must be made.
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -112,16 +115,25 @@ def _model_folder(config: RunConfig, folder: RunFolder) -> str:
     streams = local_arena_config(config).streams
     lessons = _tasks(streams, policy.warmup_conversations, _SEED_OFFSET)
     share = _RIGHT_SHARE * policy.warmup_target
-    return str(
-        warm_policy_folder(
-            cache_folder(),
-            spec,
-            WarmUpSettings(target=policy.warmup_target, max_updates=policy.warmup_max_updates, seed=spec.seed),
-            right_conversations(lessons),
-            mixed_conversations(lessons, right_share=share, seed=spec.seed),
-            right_conversations(_tasks(streams, 64, 2 * _SEED_OFFSET)),
+    with _one_at_a_time(cache_folder()) as cache:
+        return str(
+            warm_policy_folder(
+                cache,
+                spec,
+                WarmUpSettings(target=policy.warmup_target, max_updates=policy.warmup_max_updates, seed=spec.seed),
+                right_conversations(lessons),
+                mixed_conversations(lessons, right_share=share, seed=spec.seed),
+                right_conversations(_tasks(streams, 64, 2 * _SEED_OFFSET)),
+            )
         )
-    )
+
+
+@contextmanager
+def _one_at_a_time(cache: Path) -> Generator[Path]:
+    """Several nodes on one machine make the same policy once: the others wait for it."""
+    with (cache / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield cache
 
 
 def cache_folder() -> Path:
