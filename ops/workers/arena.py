@@ -32,12 +32,13 @@ from stages.arena_launch.groups import ClosedGroups
 from stages.arena_launch.ports import EpisodeRunner
 from stages.arena_launch.routes import SessionGatewayRoute, make_route
 from stages.arena_launch.stage import LaunchSettings, launch_episode
-from stages.clients.arena.client import open_arena
+from stages.clients.arena.client import ArenaClient, open_arena
 from stages.clients.arena.drift import RewardGuard
 from stages.clients.arena.registration import RegistrationSettings, open_registrations, session_model_name
 from stages.clients.arena.secret import secret_from
 
 STAGE = "arena_launch"
+_SILENT_S = 10.0
 
 
 async def run_arena_launch(context: WorkerContext) -> None:
@@ -92,6 +93,7 @@ async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot, metrics: 
 
     async with (
         open_arena(access, heard=_told_in(metrics)) as arena,
+        anyio.create_task_group() as telling,
         open_registrations(
             arena,
             RegistrationSettings(
@@ -101,6 +103,7 @@ async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot, metrics: 
             ),
         ) as registrations,
     ):
+        telling.start_soon(_tell_silence, arena, metrics)
         route = make_route(
             config.arena.route,
             registrations,
@@ -116,6 +119,7 @@ async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot, metrics: 
             left.append(name_of(slot.name))
         await registrations.remove_orphans(await unused_names(context.log, left))
         yield ArenaRunner(arena, route, config.arena, reward=RewardGuard(arena))
+        telling.cancel_scope.cancel()
 
 
 def _told_in(metrics: Metrics) -> Callable[[str], None]:
@@ -128,6 +132,14 @@ def _told_in(metrics: Metrics) -> Callable[[str], None]:
             metrics.labels.pop(ARENA_LABEL, None)
 
     return heard
+
+
+async def _tell_silence(arena: ArenaClient, metrics: Metrics) -> None:
+    """Tell of an Arena that takes requests and answers none, long before they time out; for ever."""
+    while True:
+        if (silent_s := arena.silent_s()) > _SILENT_S:
+            metrics.labels[ARENA_LABEL] = f"no answer for {silent_s:.0f} s"
+        await anyio.sleep(1.0)
 
 
 async def follow_closed_groups(log: RunLog, groups: ClosedGroups) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from io import StringIO
@@ -27,7 +28,7 @@ from ops.top.views import head
 from ops.troubles import TroubleKind, troubles
 from ops.watchdog import RunWatch
 from ops.wiring import STAGES, run_service
-from ops.workers.arena import _told_in
+from ops.workers.arena import _tell_silence, _told_in
 from ops.workers.context import WorkerContext
 from pipeline.lease import LeaseLostError
 from pipeline.metrics import Metrics, WorkerReport, report_subject
@@ -260,3 +261,18 @@ async def test_an_arena_that_does_not_answer_is_told_until_it_does():
     assert "GET /openapi/v1" in metrics.labels["arena_error"]
     heard("")
     assert metrics.labels == {}
+
+
+async def test_an_arena_that_takes_requests_and_answers_none_is_told_before_they_time_out(wait_until, monkeypatch):
+    monkeypatch.setattr("ops.workers.arena._SILENT_S", 0.05)
+    metrics = Metrics("r", "arena_launch")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        access = ArenaAccess(base_url=url, token=Secret("t"), llm_api_key=Secret("k"))
+        async with open_arena(access, heard=_told_in(metrics)) as arena, anyio.create_task_group() as tasks:
+            assert arena.silent_s() == 0
+            tasks.start_soon(arena.task_result, "task")
+            tasks.start_soon(_tell_silence, arena, metrics)
+            await wait_until(lambda: "arena_error" in metrics.labels)
+            tasks.cancel_scope.cancel()
+    assert metrics.labels["arena_error"].startswith("no answer for")

@@ -103,6 +103,10 @@ class ArenaClient:
         self.access = access
         self._transport = transport
 
+    def silent_s(self) -> float:
+        """For how long the Arena has answered nothing although it is asked; 0 while it is asked nothing."""
+        return self._transport.silent_s()
+
     async def list_streams(self, status: str = "ACTIVE") -> list[ArenaStream]:
         """GET /streams."""
         return read_streams(await self._ask("GET", "/streams", params={"status": status}))

@@ -68,6 +68,14 @@ class Transport:
         self._sleep = sleep
         self._clock = clock
         self._heard = heard
+        self._asked: dict[object, float] = {}
+        """When each request in flight was sent, the oldest first."""
+        self._answered_s = 0.0
+
+    def silent_s(self) -> float:
+        """For how long nothing was answered although something is asked; 0 while nothing is."""
+        oldest_s = next(iter(self._asked.values()), None)
+        return 0.0 if oldest_s is None else anyio.current_time() - max(oldest_s, self._answered_s)
 
     async def send(self, request: Request) -> object:
         """The decoded JSON of a successful answer; None for an empty one.
@@ -104,10 +112,17 @@ class Transport:
         if request.body is not None:
             content = msgspec.json.encode(request.body)
             headers["Content-Type"] = "application/json"
-        with anyio.fail_after(request.timeout_s):
-            return await self._http.request(
-                request.method, request.url, params=dict(request.params) or None, headers=headers, content=content
-            )
+        mark = object()
+        self._asked[mark] = anyio.current_time()
+        try:
+            with anyio.fail_after(request.timeout_s):
+                answer = await self._http.request(
+                    request.method, request.url, params=dict(request.params) or None, headers=headers, content=content
+                )
+        finally:
+            del self._asked[mark]
+        self._answered_s = anyio.current_time()
+        return answer
 
     def _decoded(self, request: Request, answer: httpx.Response) -> object:
         if not answer.content:
