@@ -20,6 +20,7 @@ from schemas.errors import ConfigError
 _NODE: Final = "node"
 _SCALE: Final = "scale"
 OVER_KEY: Final = "run.over"
+ENDED_KEY: Final = "run.ended"
 ARENA_KEY: Final = "run.arena"
 """Where the run's local Arena is."""
 TRAINED_KEY: Final = "run.trained"
@@ -127,8 +128,13 @@ async def keep_scales(broker: Broker, node: str, counts: dict[str, int]) -> None
 
 
 async def say_over(broker: Broker) -> None:
-    """Every node leaves."""
+    """Every node stops its workers and leaves; one with a NATS server goes on serving."""
     await broker.save_state(OVER_KEY, uuid.uuid4().bytes)
+
+
+async def say_ended(broker: Broker) -> None:
+    """Nobody needs the broker any more."""
+    await broker.save_state(ENDED_KEY, uuid.uuid4().bytes)
 
 
 async def state_bytes(broker: Broker, key: str) -> bytes:

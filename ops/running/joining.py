@@ -17,7 +17,7 @@ from broker.connect import connect
 from broker.errors import BrokerError, NoSuchStreamError, NotConnectedError, TopologyError
 from broker.settings import ConnectSettings
 from ops.config import fold_digest
-from ops.nodes.asking import OVER_KEY, SECRETS_KEY, TRAINED_KEY, answers, nodes_of, say_gone, state_bytes
+from ops.nodes.asking import ENDED_KEY, OVER_KEY, SECRETS_KEY, TRAINED_KEY, answers, nodes_of, say_gone, state_bytes
 from ops.nodes.service import NodeProcesses, known_node
 from ops.policy_folder import prepared_digest
 from ops.run_folder import RunFolder
@@ -50,8 +50,8 @@ log = structlog.get_logger("headrace.node")
 
 _LOOK_S: Final = 0.3
 _SAY_S: Final = 10.0
-_LAST_OUT_S: Final = 30.0
-"""A node with a NATS server that others may still need goes on serving for so long after the run's end."""
+_LAST_OUT_S: Final = 60.0
+"""After the run's end: how long the control node waits for the others, and a NATS server for those that may still need it."""
 _FORM_S: Final = 120.0
 """How long the NATS servers of a topology may take until most of them are there."""
 
@@ -94,7 +94,7 @@ async def _work(
     place: tuple[str, ConnectSettings],
 ) -> str:
     async with standing_run(site, *place, stopped) as broker:
-        before = await state_bytes(broker, OVER_KEY)
+        before, ended = await state_bytes(broker, OVER_KEY), await state_bytes(broker, ENDED_KEY)
         start = await _started(broker, site, stopped)
         await _check_same(site, broker, start, prepared_digest(folder), secrets)
         keep_endpoints(site, folder, *place)
@@ -129,7 +129,7 @@ async def _work(
                 await supervisor.stop()
             tasks.cancel_scope.cancel()
         if over.is_set() and site.server is not None:
-            await until_last(broker)
+            await _until_ended(broker, ended)
     if supervisor.failure is not None:
         raise RunFailedError(str(supervisor.failure))
     return "the run is over" if over.is_set() else "told to leave"
@@ -244,10 +244,14 @@ async def _check_same(site: Site, broker: Broker, start: RunStarted, policy_dige
 
 async def _until_over(broker: Broker, before: bytes, over: anyio.Event) -> None:
     """Set the event once the control node says the run's end."""
+    await _until_changed(broker, OVER_KEY, before)
+    over.set()
+
+
+async def _until_changed(broker: Broker, key: str, before: bytes) -> None:
     while True:
         try:
-            if await state_bytes(broker, OVER_KEY) != before:
-                over.set()
+            if await state_bytes(broker, key) != before:
                 return
         except BrokerError as error:
             log.debug("the broker is away", error=str(error))
@@ -268,12 +272,12 @@ async def _cancel_when(scope: anyio.CancelScope, *events: anyio.Event) -> None:
     scope.cancel()
 
 
-async def until_last(broker: Broker) -> None:
-    """Serve until all nodes without a server of their own have left; those that died don't count."""
+async def until_all_left(broker: Broker) -> None:
+    """Until all nodes have stopped their workers; those that died don't count."""
     with anyio.move_on_after(_LAST_OUT_S):
         while True:
             try:
-                others = [state.node for state in (await nodes_of(broker)).values() if not state.broker]
+                others = list(await nodes_of(broker))
                 for node in others:
                     if not await answers(broker, node):
                         await say_gone(broker, node)
@@ -282,3 +286,9 @@ async def until_last(broker: Broker) -> None:
             except BrokerError as error:
                 log.debug("the broker is away", error=str(error))
             await anyio.sleep(_LOOK_S)
+
+
+async def _until_ended(broker: Broker, before: bytes) -> None:
+    """Until nobody needs this node's NATS server any more."""
+    with anyio.move_on_after(_LAST_OUT_S):
+        await _until_changed(broker, ENDED_KEY, before)

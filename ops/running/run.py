@@ -20,7 +20,7 @@ from ops import VERSION
 from ops.accounts import RunAccount, account
 from ops.arena_access import LOCAL, arena_access, uses_arena
 from ops.config import RunConfig, fold_digest, run_streams, sampling_settings, staleness_bound
-from ops.nodes.asking import SECRETS_KEY, TRAINED_KEY, say_over, state_bytes
+from ops.nodes.asking import SECRETS_KEY, TRAINED_KEY, say_ended, say_over, state_bytes
 from ops.nodes.service import NodeProcesses, known_node
 from ops.policy_folder import prepared_digest
 from ops.redaction import redacted
@@ -28,7 +28,7 @@ from ops.run_folder import RunFolder
 from ops.running.bridge import bridged
 from ops.running.disk import check_disk
 from ops.running.engines import kept_engines
-from ops.running.joining import made_streams, until_last
+from ops.running.joining import made_streams, until_all_left
 from ops.running.plan import run_environment
 from ops.running.post_exit import run_post_exit
 from ops.running.progress import Progress
@@ -128,13 +128,14 @@ async def control_run(
                             tasks.start_soon(look_after, site, folder, broker, supervisor)
                             ends = [bridge.ended] if bridge else []
                             await _work(site, folder, secrets, supervisor, broker, start, stopped, *ends)
+                        await _dismiss(site, supervisor, broker)
                         left = await _registrations_left(config, broker, folder, secrets)
                         await supervisor.stop()
                         failure = bridge.failure if bridge else None
                         seconds = time.monotonic() - started
                         counted = await account(broker, staleness_bound=staleness_bound(config), seconds=seconds)
                         counted = msgspec.structs.replace(counted, registrations_left=left)
-                        await _dismiss(site, broker)
+                        await _say_ended(site, supervisor, broker)
                     failure = supervisor.failure or failure
             except ProcessGivenUpError as error:
                 failure = error
@@ -280,7 +281,7 @@ async def _until_over(
         await _until_done(supervisor, stopped, *ends)
         tasks.cancel_scope.cancel()
     await _until_evaluated(config, broker, start, supervisor, stopped)
-    await supervisor.stop(servers=not config.run.rollout_only)
+    await supervisor.stop(servers=not (config.run.rollout_only or site.in_topology))
 
 
 async def _until_done(supervisor: Supervisor, *others: anyio.Event) -> None:
@@ -296,12 +297,19 @@ async def _until_trained(broker: Broker, start: int, done: anyio.Event) -> None:
     done.set()
 
 
-async def _dismiss(site: Site, broker: Broker) -> None:
-    """Tell the other nodes that the run is over."""
-    if site.in_topology:
+async def _dismiss(site: Site, supervisor: Supervisor, broker: Broker) -> None:
+    """Let the other nodes leave while the servers that their workers use are still there. When something failed here they stay:
+    this node may be started again.
+    """
+    if site.in_topology and supervisor.failure is None:
         await say_over(broker)
-        if site.server is not None:
-            await until_last(broker)
+        await until_all_left(broker)
+
+
+async def _say_ended(site: Site, supervisor: Supervisor, broker: Broker) -> None:
+    """Let the NATS servers of other nodes leave."""
+    if site.in_topology and supervisor.failure is None:
+        await say_ended(broker)
 
 
 async def _until_evaluated(
