@@ -1,5 +1,6 @@
-"""Kubernetes manifests: the NATS cluster, and a StatefulSet for each node of the topology. JSON documents, which YAML readers take.
+"""Kubernetes manifests: a StatefulSet of NATS servers, and a Job with a volume for each node of the topology, which ends with the run.
 
+JSON documents, which YAML readers take.
 Secrets are named, never rendered; the README of the rendered folder says how they are made.
 """
 
@@ -22,6 +23,9 @@ _ENVIRONMENT: Final = "headrace-environment"
 _STORE: Final = "state"
 _GRACE_S: Final = 90
 _USER: Final = 1000
+_STORAGE: Final = "50Gi"
+_RESTARTS: Final = 1000
+EXIT_INTERRUPTED: Final = 130
 
 
 def render_kubernetes(cluster: Cluster, places: Places) -> dict[str, str]:
@@ -48,7 +52,7 @@ def render_kubernetes(cluster: Cluster, places: Places) -> dict[str, str]:
     )
     urls = ",".join(f"tls://{host}:{plan.port}" for host in hosts)
     workers = [node for node in cluster.file.nodes if has_work(node)]
-    addresses = {node.name: f"{_name(label, node)}-0.{_service(label)}" for node in workers}
+    addresses = {node.name: f"{_name(label, node)}.{_service(label)}" for node in workers}
     data = {
         "topology.toml": node_topology(cluster, places, urls, addresses=addresses),
         "config.toml": config_text(cluster),
@@ -61,7 +65,7 @@ def render_kubernetes(cluster: Cluster, places: Places) -> dict[str, str]:
     nodes = [
         _config_map(f"{label}-topology", label, data),
         _headless(_service(label), label, {"headrace-run": label, "headrace-part": "node"}, {}),
-        *(_node_set(label, places, node) for node in workers),
+        *(document for node in workers for document in (_volume(label, node), _node_job(label, places, node))),
     ]
     return {"nats.yaml": _text(nats), "nodes.yaml": _text(nodes)}
 
@@ -110,10 +114,26 @@ def _nats_set(run: str, label: str, places: Places, count: int, port: int) -> Do
         ],
     }
     # All servers start together: each waits for the others before it serves streams.
-    return _stateful_set(_NATS, label, _NATS, {"app": _NATS}, spec, count, "50Gi", parallel=True)
+    claim: Document = {
+        "metadata": {"name": _STORE},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": _STORAGE}}},
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": _metadata(_NATS, label),
+        "spec": {
+            "replicas": count,
+            "serviceName": _NATS,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": {"app": _NATS}},
+            "template": {"metadata": {"labels": {"app": _NATS}}, "spec": spec},
+            "volumeClaimTemplates": [claim],
+        },
+    }
 
 
-def _node_set(label: str, places: Places, node: NodeSection) -> Document:
+def _node_job(label: str, places: Places, node: NodeSection) -> Document:
     name = _name(label, node)
     labels = {"headrace-run": label, "headrace-part": "node", "headrace-node": dns_label(node.name)}
     resources: Document = {"limits": {"nvidia.com/gpu": str(node.gpus)}} if node.gpus else {}
@@ -144,10 +164,14 @@ def _node_set(label: str, places: Places, node: NodeSection) -> Document:
     password = {"key": role_of(node).value, "path": role_of(node).value}
     authority = {"key": "ca.crt", "path": "ca.crt"}
     spec: Document = {
+        "hostname": name,
+        "subdomain": _service(label),
+        "restartPolicy": "Never",
         "containers": [container],
         "securityContext": _security(),
         "terminationGracePeriodSeconds": _GRACE_S,
         "volumes": [
+            {"name": _STORE, "persistentVolumeClaim": {"claimName": name}},
             {"name": "topology", "configMap": {"name": f"{label}-topology"}},
             {"name": "keys", "secret": {"secretName": _KEYS, "defaultMode": 0o440}},
             {"name": "passwords", "secret": {"secretName": _PASSWORDS, "defaultMode": 0o440, "items": [password]}},
@@ -155,36 +179,28 @@ def _node_set(label: str, places: Places, node: NodeSection) -> Document:
             {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
-    return _stateful_set(name, label, _service(label), labels, spec, 1, "50Gi")
-
-
-def _stateful_set(
-    name: str,
-    label: str,
-    service: str,
-    labels: dict[str, str],
-    pod: Document,
-    replicas: int,
-    storage: str,
-    *,
-    parallel: bool = False,
-) -> Document:
-    claim: Document = {
-        "metadata": {"name": _STORE},
-        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": storage}}},
-    }
+    stopped = {"containerName": "headrace", "operator": "In", "values": [EXIT_INTERRUPTED]}
     return {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
+        "apiVersion": "batch/v1",
+        "kind": "Job",
         "metadata": _metadata(name, label),
         "spec": {
-            "replicas": replicas,
-            "serviceName": service,
-            "podManagementPolicy": "Parallel" if parallel else "OrderedReady",
-            "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-            "volumeClaimTemplates": [claim],
+            "backoffLimit": _RESTARTS,
+            # Somebody stopped the run by `headrace down`: the node isn't started again.
+            "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": stopped}]},
+            "template": {"metadata": {"labels": labels}, "spec": spec},
         },
+    }
+
+
+def _volume(label: str, node: NodeSection) -> Document:
+    """What a node keeps over restarts: its run folder, with checkpoints where it trains."""
+    spec: Document = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": _STORAGE}}}
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": _metadata(_name(label, node), label),
+        "spec": spec,
     }
 
 

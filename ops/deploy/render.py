@@ -105,5 +105,6 @@ The certificate is for `*.headrace-nats`, for server and client use. Then:
 
     kubectl apply -f nats.yaml -f nodes.yaml
 
-A node leaves with `kubectl scale statefulset NAME --replicas=0`. Nodes take part as soon as the NATS servers of most replicas are there.
+Nodes take part as soon as most of the NATS servers are there, and their Jobs end with the run. A node leaves with `kubectl delete job NAME` and
+comes back with `kubectl apply`; its volume stays. 50 GiB a volume: change that to what the policy's checkpoints need.
 """
