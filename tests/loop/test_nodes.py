@@ -25,6 +25,8 @@ from ops.run_folder import RunFolder
 from pipeline.log import RunLog
 from schemas.topics import SESSION_OPENED, STEP_TRAINED
 
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
+
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "examples" / "smoke.toml"
 TOPOLOGY = """
@@ -172,7 +174,6 @@ async def nodes(tmp_path: Path) -> AsyncGenerator:
         await one.end()
 
 
-@pytest.mark.nightly
 async def test_a_rollout_node_joins_and_leaves_and_dies_while_the_run_goes_on(nodes) -> None:
     run = nodes("nodes", steps=90)
     await run.up("head")
@@ -202,7 +203,6 @@ async def test_a_rollout_node_joins_and_leaves_and_dies_while_the_run_goes_on(no
     assert result["groups"]["trained"] == 360
 
 
-@pytest.mark.nightly
 async def test_nodes_are_scaled_leave_and_come_back_and_the_run_is_stopped_by_commands(nodes, wait_until) -> None:
     run = nodes("asked", steps=5000)
     topology = str(run.file)
@@ -237,7 +237,6 @@ async def test_nodes_are_scaled_leave_and_come_back_and_the_run_is_stopped_by_co
     assert (result["unexplained"], result["doubled"], result["dead_letters"]) == (0, 0, 0)
 
 
-@pytest.mark.nightly
 async def test_a_node_with_other_keys_or_settings_is_refused(nodes) -> None:
     run = nodes("refused", steps=5000)
     await run.up("head")
@@ -255,7 +254,6 @@ async def test_a_node_with_other_keys_or_settings_is_refused(nodes) -> None:
         )
 
 
-@pytest.mark.nightly
 async def test_runs_on_one_broker_don_t_touch_each_other(nodes, headrace, tmp_path) -> None:
     first = nodes("first", steps=25)
     await first.up("head")
@@ -282,7 +280,6 @@ async def test_runs_on_one_broker_don_t_touch_each_other(nodes, headrace, tmp_pa
     assert ours["groups"]["trained"] == 100
 
 
-@pytest.mark.nightly
 async def test_a_run_outlives_one_of_three_nodes_with_nats_servers(nodes) -> None:
     run = nodes("three", steps=40, topology=CLUSTER)
     await run.up("head")
