@@ -65,3 +65,18 @@ async def test_work_goes_on_within_5_s_after_each_of_10_kills_of_one_of_three_no
 @pytest.mark.timeout(300)
 async def test_one_of_three_nodes_killed_twice_under_a_busy_run_loses_nothing() -> None:
     await _again_and_again(FaultKind.NODE_KILLED, 2, nodes=3)
+
+
+@pytest.mark.resources
+@pytest.mark.timeout(600)
+async def test_rabbitmq_and_its_workers_may_die_too() -> None:
+    result = await run_chaos(ChaosSettings(num_faults=6, seed=3, broker="rabbitmq"))
+    check(result)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+async def test_50_faults_on_rabbitmq_leave_nothing_unexplained_doubled_or_lost() -> None:
+    result = await run_chaos(ChaosSettings(num_faults=50, seed=5, broker="rabbitmq"))
+    check(result)
+    assert result.faults["broker_killed"] >= 1
