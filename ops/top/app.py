@@ -19,6 +19,8 @@ from ops.top.views import GROUP_COLUMNS, WIDE, engines, group_cells, group_count
 from schemas.messages.sampling import ControlAction
 
 _REFRESH_S: Final = 0.5
+_LOW_LINES: Final = 24
+"""Height of a narrow screen on which everything fits while at most one thing is wrong."""
 
 
 class TopApp(App[None]):
@@ -28,7 +30,7 @@ class TopApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE, "-wide")]  # noqa: RUF012 - as App declares it
     CSS = """
-    Screen { layout: vertical; }
+    Screen { layout: vertical; overflow: hidden hidden; }
     #head { height: auto; min-height: 2; padding: 0 1; }
     #upper { height: auto; layout: vertical; }
     #side { height: auto; }
@@ -88,9 +90,13 @@ class TopApp(App[None]):
         panels = {
             "head": head(model, width - 2, now_s),
             "stages": stages(model, width if width < WIDE else width * 3 // 5, now_s),
-            "engines": engines(model, now_s),
+            "engines": engines(model, now_s, width),
             "rewards": rewards(model, (width if width < WIDE else width * 2 // 5) - 2),
         }
+        # What is wrong takes the place of the rewards where both don't fit above the groups.
+        lines = head(model, width - 2, now_s).plain.count("\n")
+        has_room = width >= WIDE or self.size.height >= _LOW_LINES + lines - 1
+        self.query_one("#rewards").display = has_room
         for name, content in panels.items():
             self.query_one(f"#{name}", Static).update(content)
         self._show_groups(now_s)

@@ -44,11 +44,10 @@ def head(model: Model, width: int, now_s: float) -> Text:
         text.append("reading the log …", "dim")
     elif not model.is_running:
         text.append("not running: this is what its log holds", "yellow")
-    elif model.asked.word:
-        text.append(
-            f"{model.asked.word}{f' ({model.asked.reason})' if model.asked.reason else ''}: r goes on", "bold yellow"
-        )
-    elif wrong := model.troubles(now_s):
+    elif (wrong := model.troubles(now_s)) or model.asked.word:
+        if model.asked.word:
+            why = f" ({model.asked.reason})" if model.asked.reason else ""
+            text.append(f"{model.asked.word}{why}: r goes on" + ("\n" if wrong else ""), "bold yellow")
         shown = [str(trouble) for trouble in wrong[:TROUBLES_SHOWN]]
         if len(wrong) > TROUBLES_SHOWN:
             shown[-1] = f"{shown[-1]}; and {len(wrong) - TROUBLES_SHOWN} more: headrace status"
@@ -130,12 +129,13 @@ def _waits(model: Model, workers: Sequence[Worker], now_s: float) -> Text:
     return Text(text, style="yellow" if since_s > _LONG_WAIT_S else "dim")
 
 
-def engines(model: Model, now_s: float) -> Table:
+def engines(model: Model, now_s: float, width: int) -> Table:
     """Servers behind the router, or gateways with the engine in them: state, version, load, speed; what binds capacity."""
     table = servers(model, now_s) if model.engines else _gateways(model)
     sampling = next((worker.report for (stage, _), worker in model.workers.items() if stage == "sampling"), None)
     if sampling is not None and "capacity" in sampling.gauges:
-        table.caption = Text(pacing(sampling), style="dim")
+        narrow = width < WIDE
+        table.caption = Text(pacing(sampling), style="dim", no_wrap=narrow, overflow="ellipsis" if narrow else None)
         table.caption_justify = "left"
     return table
 

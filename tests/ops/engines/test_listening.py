@@ -80,9 +80,9 @@ def test_top_shows_servers_in_the_place_of_gateways() -> None:
     model.trained_step = 8
     for one in FLEET:
         model.engines[one.name] = one
-    text = drawn(engines(model, 161.0))
+    text = drawn(engines(model, 161.0, 200))
     assert "30/64" in text
     assert "quarantined: no answer" in text
-    assert "no sign of life for 60 s" in drawn(engines(model, 220.0))
+    assert "no sign of life for 60 s" in drawn(engines(model, 220.0, 200))
     model.forget_silent(400.0)
     assert not model.engines

@@ -1,6 +1,7 @@
 """The screen, by keyboard alone."""
 
 import sys
+import time
 
 import anyio
 import pytest
@@ -10,6 +11,7 @@ from ops.cli import main
 from ops.control import standing
 from ops.top.model import Model
 from ops.top.watching import watch
+from pipeline.metrics import WorkerReport
 
 pytest.importorskip("textual")
 
@@ -17,6 +19,10 @@ from textual.widgets import DataTable, RichLog
 
 from ops.top.app import TopApp
 from ops.top.dialogs import FollowScreen, WhyScreen
+
+
+def report(stage, **fields):
+    return WorkerReport(**{"run": "r", "stage": stage, "worker": "h:1", "unix_time_s": time.time(), **fields})
 
 
 async def pressed(run, size, *, keys=(), then=lambda app: True):
@@ -103,3 +109,24 @@ def test_without_textual_the_error_says_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["top"])
     assert "headrace[top]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+async def test_everything_fits_on_a_small_screen_without_scrolling(small, wrong):
+    model = Model("r", is_running=True)
+    told = {"capacity": 0.0, "groups_running": 8.0}
+    model.take_report(
+        report("sampling", gauges=told, waiting_for="credit, bound by max_staleness: " + "a reason " * 20)
+    )
+    for stage in ("rewards", "gateway", "weights")[:wrong]:
+        model.take_report(report(stage, labels={"weights_error": "a long error " * 20}))
+    model.position = 1
+    app = TopApp(small.broker, model)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        app.show()
+        await pilot.pause()
+        assert not app.screen.show_vertical_scrollbar
+        assert app.query_one("#head").size.height == max(2, 1 + wrong)
+        assert app.query_one("#engines").size.height <= 3
+        assert app.query_one(DataTable).region.bottom <= 23

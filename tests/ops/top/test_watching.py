@@ -19,7 +19,7 @@ from ops.top.views import engines, group_cells, head, rewards, stages
 from ops.top.watching import backlogs, watch
 from ops.wiring import STAGES
 from pipeline.metrics import WorkerReport, report_subject
-from schemas.messages.sampling import ControlAction, DeadDropped, DeadLetter, DeadRetry, GroupIssued
+from schemas.messages.sampling import Control, ControlAction, DeadDropped, DeadLetter, DeadRetry, GroupIssued
 from stages.rewards.map_rewards import map_rewards
 from stages.weights.broadcast import broadcast_weights
 
@@ -141,7 +141,7 @@ async def test_every_panel_fits_its_width(chaotic):
         for width in (60, 80, 120, 200):
             assert len(drawn(head(model, width, 100.0), width)) == 1 + len(model.troubles(100.0))
             assert len(drawn(stages(model, width, 100.0), width)) == 1 + len(STAGES)
-            assert len(drawn(engines(model, 0.0), width)) == 2
+            assert len(drawn(engines(model, 0.0, width), width)) == 2
             assert len(drawn(rewards(model, width), width)) == 4
 
 
@@ -196,3 +196,11 @@ async def test_a_worker_that_comes_while_the_broker_is_asked_is_no_trouble(small
 
     model.take_report(report("assembly", gauges={"folded_sequence": 1.0}))
     assert (await backlogs(Asked(), model))["assembly"].count > 0
+
+
+def test_a_pause_does_not_hide_what_is_wrong():
+    model = Model("r")
+    model.take_report(report("gateway", labels={"weights_error": "checksum of w"}))
+    model.take(Control(id="c", action=ControlAction.PAUSE, reason="lunch"), 1, 1.0)
+    lines = drawn(head(model, 80, 100.0), 80)[1:]
+    assert lines == ["paused (lunch): r goes on", "weights refused: gateway h:1: checksum of w"]
