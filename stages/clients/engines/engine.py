@@ -293,7 +293,12 @@ class HttpEngine:
         async with self._swap_turn:
             await self._adapters.check(directory)
             with anyio.CancelScope(shield=True):  # left halfway, an adapter would take a place for ever
-                self._served = await self._adapters.put(directory, version, mode, paused=self._paused)
+                if mode is SwapMode.DRAIN:
+                    self._open = anyio.Event()  # SGLang waits for a moment without requests
+                try:
+                    self._served = await self._adapters.put(directory, version, mode, paused=self._paused)
+                finally:
+                    self._open.set()
 
     async def _probe(self, served: Served) -> None:
         request = GenerateRequest(

@@ -129,6 +129,42 @@ async def test_an_abort_sends_running_requests_on_to_the_new_adapter(fake, adapt
         assert set(versions_of(await collect(engine, ask("on", 2)))) == {1}
 
 
+async def test_a_drain_lets_running_requests_end_and_new_ones_wait_for_the_new_adapter(fake, adapter, wait_until):
+    async with engine_of(fake) as engine, anyio.create_task_group() as tasks:
+        fake.token_gate = anyio.Semaphore(0)
+        running = Held(engine, fake, tasks, "running")
+        await running.begun()
+        tasks.start_soon(engine.load_adapter, adapter, 1, SwapMode.DRAIN)
+        await wait_until(letting_tokens_through(fake, lambda: bool(fake.adapters)))
+        waiting = Held(engine, fake, tasks, "waiting")
+        await wait_until(letting_tokens_through(fake, waiting.ended.is_set))
+        assert running.ended.is_set()
+        assert (set(versions_of(running.chunks)), len(ids_of(running.chunks))) == ({0}, LONG)
+        assert (set(versions_of(waiting.chunks)), len(ids_of(waiting.chunks))) == ({1}, LONG)
+
+
+async def test_a_drain_that_takes_too_long_leaves_the_old_adapter_serving(fake, adapter, wait_until):
+    async with engine_of(fake, drain_timeout_s=0.2) as engine, anyio.create_task_group() as tasks:
+        await engine.load_adapter(adapter, 1, SwapMode.RECOMPUTE)
+        fake.token_gate = anyio.Semaphore(0)
+        running = Held(engine, fake, tasks, "running", 200)
+        await running.begun()
+        failed = anyio.Event()
+
+        async def load() -> None:
+            with pytest.raises(WeightsRefusedError, match="version 1 serves on"):
+                await engine.load_adapter(adapter, 2, SwapMode.DRAIN)
+            failed.set()
+
+        tasks.start_soon(load)
+        await wait_until(letting_tokens_through(fake, failed.is_set))
+        assert list(fake.adapters) == [fake.label]
+        on = Held(engine, fake, tasks, "on", 2)
+        await wait_until(letting_tokens_through(fake, on.ended.is_set))
+        assert set(versions_of(on.chunks)) == {1}
+        await engine.abort("running")
+
+
 async def test_only_as_many_adapters_are_kept_as_the_server_computes_with(fake, adapter):
     async with engine_of(fake) as engine:
         for version in range(1, 7):

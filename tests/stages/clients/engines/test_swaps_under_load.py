@@ -122,7 +122,7 @@ async def check_greedy(engine, folder: str, version: int) -> None:
 
 def check_answers(load: LoadOnEngine, folders: dict[int, str], mode: SwapMode, *, adapters: bool) -> None:
     assert len(load.answers) == load.num_started, "a request was lost"
-    num_across = 0
+    num_across, largest = 0, 0.0
     for one in load.answers:
         assert len(one.ids) == NUM_NEW
         assert one.versions == sorted(one.versions)
@@ -132,11 +132,16 @@ def check_answers(load: LoadOnEngine, folders: dict[int, str], mode: SwapMode, *
             where = np.array(one.versions) == version
             if mode is SwapMode.IN_PLACE and not adapters and version != one.versions[0]:
                 continue  # sampled over keys and values of older weights: approximate
-            np.testing.assert_allclose(np.array(one.logprobs)[where], expected[where], atol=1e-4)
+            told = np.array(one.logprobs)[where]
+            np.testing.assert_allclose(told, expected[where], atol=1e-4)
+            largest = max(largest, float(np.abs(told - expected[where]).max()))
         if mode is SwapMode.DRAIN or (adapters and len(one.calls) == 1):
             assert len(set(one.versions)) == 1
     if mode is SwapMode.ABORT or (mode is not SwapMode.DRAIN and not adapters):
         assert num_across >= 1, "no request ran across a swap"
+    print(  # noqa: T201 - the figures, with -s
+        f"{mode}: {len(folders) - 1} swaps, {len(load.answers)} answers, {num_across} across a swap, log-probs differ by {largest:.1e}"
+    )
     if mode is SwapMode.ABORT:
         assert all(len(one.calls) > 1 for one in load.answers if len(set(one.versions)) > 1)
 
