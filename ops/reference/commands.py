@@ -23,6 +23,6 @@ def commands_page() -> str:
 
 
 def _tidied(text: str) -> str:
-    """No name of this machine and no width of this terminal in it; one empty line between parts."""
-    lines = [line.rstrip() for line in text.splitlines()]
+    """The same text however it is made: without how this process was started; one empty line between parts."""
+    lines = [re.sub(r"^(headrace(?: [a-z-]+)+?) -m [\w.]+", r"\1", line.rstrip()) for line in text.splitlines()]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
