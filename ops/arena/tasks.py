@@ -94,7 +94,7 @@ def _dataset(spec: StreamSpec) -> Dataset:
     try:
         import reasoning_gym  # noqa: PLC0415 - an optional package that takes a second to import
     except ImportError as error:
-        text = f"stream {spec.stream_id!r} needs the package reasoning-gym: pip install 'headrace[train]'"
+        text = f"stream {spec.stream_id!r} needs the package reasoning-gym: pip install 'headrace[arena]'"
         raise ArenaConfigError(text) from error
     try:
         return reasoning_gym.create_dataset(spec.dataset, size=spec.size, seed=spec.seed, **spec.dataset_options)

@@ -13,7 +13,7 @@ from typing import Final
 import anyio.to_thread
 import msgspec
 
-from ops.arena_access import LOCAL
+from ops.arena_access import LOCAL, uses_arena
 from ops.config import RunConfig, load_config, run_streams
 from ops.doctor.checks import (
     Finding,
@@ -95,6 +95,8 @@ def _packages(config: RunConfig | None) -> list[Finding]:
     except metadata.PackageNotFoundError:
         return [error("packages", "headrace is not installed in this Python", "pip install -e . in its folder")]
     wanted = ["train"] if config is not None and _needs_torch(config) else []
+    if config is not None and config.arena.url == LOCAL and uses_arena(config):
+        wanted.append("arena")
     if config is not None and (config.broker.creds_file or config.broker.nkey_seed_file):
         wanted.append("auth")
     return check_packages(packages, wanted_extras=wanted)

@@ -176,6 +176,9 @@ async def second_trainer(run) -> None:
             cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     run.second = process
+    with anyio.fail_after(60):  # the fault begins when it takes the lease
+        while b"lease taken" not in (run.folder.logs / "second.log").read_bytes():
+            await anyio.sleep(0.1)
 
 
 async def until_it_ended(run) -> None:
