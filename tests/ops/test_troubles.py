@@ -115,6 +115,7 @@ async def announced(broker, *reports):
 @pytest.mark.parametrize("name", FAULTS)
 async def test_a_fault_is_seen_by_name_in_status_top_alert_and_report(name):
     told, words, alert = FAULTS[name]
+    told = msgspec.structs.replace(told, unix_time_s=time.time())
     broker = MemoryBroker(MemoryServer(), "r")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(announced, broker, told)
