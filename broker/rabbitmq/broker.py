@@ -351,4 +351,4 @@ async def delete_run(url: str, run: str, settings: ConnectSettings) -> None:
         return
     async with open_link([url], settings) as link, link.channel() as channel:
         for queue in [*(work_queue(run, name) for name in durables), dead_queue(run), stream_queue(run)]:
-            await channel.queue_delete(queue)
+            await channel.delete(queue)

@@ -9,6 +9,7 @@ queues twice, which a stage's created-once outputs make harmless.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,14 +21,14 @@ import anyio
 import anyio.abc
 import msgspec
 import structlog
-from aiormq.abc import AbstractChannel
 
 from broker.api import Record
 from broker.errors import ConflictError, StoreFullError
 from broker.rabbitmq import queues
+from broker.rabbitmq.channel import Channel
 from broker.rabbitmq.follower import Follower
 from broker.rabbitmq.incoming import Incoming
-from broker.rabbitmq.link import LOST, Link, until_closed
+from broker.rabbitmq.link import LOST, Link
 from broker.rabbitmq.parked import ParkedWork
 from broker.rabbitmq.queues import (
     Task,
@@ -52,6 +53,12 @@ MAX_READY: Final = 10_000
 """A queue with so many waiting tasks is fed no further: the log is the better place to wait in."""
 _SAVE_EVERY_S: Final = 0.5
 _PARKED_PERIOD_S: Final = 0.1
+_STILLBORN_S: Final = 10.0
+"""A new queue that has confirmed nothing for so long never will."""
+
+
+class _StillbornQueueError(Exception):
+    """A queue that was declared a moment before its server was killed confirms nothing."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +114,8 @@ class Dispatcher:
                     await self._dispatch()
                 except* LOST as group:
                     log.debug("the dispatcher lost its channel", reason=str(group.exceptions[0]))
+                except* TimeoutError:
+                    log.warning("a queue can't be made anew yet", run=self._run)
                 except* (ConflictError, StoreFullError) as group:
                     log.warning("dispatching ended", reason=str(group.exceptions[0]))
             await anyio.sleep(LEASE_S / 6)
@@ -148,7 +157,7 @@ class Dispatcher:
             tasks.start_soon(self._return_dead, channel)
             fed: set[str] = set()
             tasks.start_soon(self._feed_all, channel, fed, tasks)
-            await until_closed(channel)
+            await channel.until_closed()
             raise ConnectionResetError("the dispatcher's channel closed")
 
     async def _keep_lease(self) -> None:
@@ -156,7 +165,7 @@ class Dispatcher:
             await anyio.sleep(LEASE_S / 3)
             self._revision = await self._save_lease(self._revision)
 
-    async def _feed_all(self, channel: AbstractChannel, fed: set[str], tasks: anyio.abc.TaskGroup) -> None:
+    async def _feed_all(self, channel: Channel, fed: set[str], tasks: anyio.abc.TaskGroup) -> None:
         """Begin to feed each durable as it is declared."""
         while True:
             for spec in list(self._follower.index.durables.values()):
@@ -165,14 +174,24 @@ class Dispatcher:
                     tasks.start_soon(self._feed, channel, spec)
             await self._follower.changed()
 
-    async def _feed(self, channel: AbstractChannel, spec: DurableSpec) -> None:
+    async def _feed(self, channel: Channel, spec: DurableSpec) -> None:
+        """For ever; a queue that never answers since the server was killed at its birth is made anew."""
+        while True:
+            try:
+                await self._feed_queue(channel, spec)
+            except* _StillbornQueueError:
+                log.warning("a queue that does not answer since its birth is made anew", durable=spec.name)
+                async with asyncio.timeout(_STILLBORN_S), self._link.channel() as other:
+                    await other.delete(work_queue(self._run, spec.name))
+
+    async def _feed_queue(self, channel: Channel, spec: DurableSpec) -> None:
         key = position_key(spec.name)
         found = await self._state.load(key)
         position = int(found[0]) if found else 0
         if not await is_there(self._link, work_queue(self._run, spec.name)):
             position = 0  # a new queue, or one that was lost with all that was fed: what is done already is done again, harmlessly
         await declare_work(channel, self._run, spec.name)
-        feeding = _Feeding(channel, self._run, spec.name, position)
+        feeding = _Feeding(channel, self._run, spec.name, position, is_young=found is None)
         async with self._read(tuple(spec.filters), position) as records, anyio.create_task_group() as tasks:
             tasks.start_soon(self._save_positions, key, feeding)
             async for record in records:
@@ -192,7 +211,7 @@ class Dispatcher:
                 with anyio.CancelScope(shield=True):
                     await self._state.save(key, str(feeding.position).encode(), None)
 
-    async def _unpark(self, channel: AbstractChannel) -> None:
+    async def _unpark(self, channel: Channel) -> None:
         while True:
             for parked in await self._parked.due():
                 record = await self._get(parked.sequence)
@@ -201,7 +220,7 @@ class Dispatcher:
                 await self._parked.remove(parked.durable, parked.sequence)
             await anyio.sleep(_PARKED_PERIOD_S)
 
-    async def _return_dead(self, confirmed: AbstractChannel) -> None:
+    async def _return_dead(self, confirmed: Channel) -> None:
         """What its queue handed out too often goes back with its count: the pipeline gives it up, and says why."""
         async with self._link.channel(prefetch=16) as channel:
             incoming = Incoming(channel)
@@ -213,14 +232,16 @@ class Dispatcher:
                     task, delivered = found
                     again = msgspec.structs.replace(task, num_before=task.num_before + max(delivered, 1))
                     await publish_task(confirmed, self._run, again)
-                await channel.basic_ack(message.delivery_tag or 0)
+                await channel.ack(message)
 
 
 class _Feeding:
     """One durable's way from the log into its queue: many tasks at a time, the position behind the oldest unconfirmed."""
 
-    def __init__(self, channel: AbstractChannel, run: str, durable: str, position: int) -> None:
+    def __init__(self, channel: Channel, run: str, durable: str, position: int, *, is_young: bool) -> None:
         self.position = position
+        self._is_young: Final = is_young
+        """Nothing fed into the queue has been noted yet: it may be made anew without loss."""
         self._channel: Final = channel
         self._run: Final = run
         self._durable: Final = durable
@@ -245,7 +266,10 @@ class _Feeding:
         try:
             while True:
                 try:
-                    await publish_task(self._channel, self._run, Task.of(self._durable, record))
+                    with anyio.move_on_after(_STILLBORN_S if self._is_young else None) as scope:
+                        await publish_task(self._channel, self._run, Task.of(self._durable, record))
+                    if scope.cancelled_caught:
+                        raise _StillbornQueueError
                     break
                 except aiormq.exceptions.DeliveryError:
                     await anyio.sleep(0.2)  # the queue refuses for now: try again

@@ -12,8 +12,9 @@ from typing import Final
 import anyio
 import msgspec
 import structlog
-from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq.abc import DeliveredMessage
 
+from broker.rabbitmq.channel import Channel
 from broker.rabbitmq.incoming import Incoming
 from broker.rabbitmq.index import Kind, LogIndex
 from broker.rabbitmq.link import LOST, Link
@@ -60,7 +61,7 @@ class Follower:
                 log.debug("the log's reader lost its channel", reason=str(error))
             await anyio.sleep(0.05)
 
-    async def _follow(self, channel: AbstractChannel) -> None:
+    async def _follow(self, channel: Channel) -> None:
         incoming = Incoming(channel)
         await incoming.open_stream(self._stream, self.index.next_offset)
         while True:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq.abc import DeliveredMessage
+
+from broker.rabbitmq.channel import Channel
 
 _ACK_EVERY: Final = 128
 
@@ -16,18 +18,18 @@ _ACK_EVERY: Final = 128
 class Incoming:
     """What a channel's consumer received and nobody took yet; bounded by the channel's prefetch."""
 
-    def __init__(self, channel: AbstractChannel) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.channel: Final = channel
         self._arrived: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
         self._taken = 0
 
     async def open_stream(self, stream: str, offset: int) -> None:
         """Begin to read a stream at an offset."""
-        await self.channel.basic_consume(stream, self._arrived.put, arguments={"x-stream-offset": offset})
+        await self.channel.consume(stream, self._arrived.put, offset=offset)
 
     async def open_queue(self, queue: str) -> None:
         """Begin to take from a queue."""
-        await self.channel.basic_consume(queue, self._arrived.put)
+        await self.channel.consume(queue, self._arrived.put)
 
     async def next(self) -> DeliveredMessage:
         """The next message. May be cancelled without loss.
@@ -66,5 +68,5 @@ class Incoming:
         message = await self.next()
         self._taken += 1
         if self._taken % _ACK_EVERY == 0:
-            await self.channel.basic_ack(message.delivery_tag or 0, multiple=True, wait=False)
+            await self.channel.ack(message, multiple=True, wait=False)
         return message

@@ -22,6 +22,7 @@ from aio_pika.abc import AbstractConnection
 
 from broker.errors import NotAllowedError, NotConnectedError
 from broker.rabbitmq.beside import running_beside
+from broker.rabbitmq.channel import Channel, guarded
 from broker.settings import ConnectSettings, read_secret
 
 log = structlog.get_logger("broker")
@@ -30,6 +31,7 @@ logging.getLogger("aiormq.connection").setLevel(logging.CRITICAL)
 
 LOST: Final = (aiormq.exceptions.AMQPError, aiormq.exceptions.ChannelInvalidStateError, ConnectionError, OSError)
 """What a broken connection raises: whatever was under way may or may not have happened."""
+_OPEN_S: Final = 10.0
 HEARTBEAT_S: Final = 5
 """A server or client that is silent for two of these is given up; what it held goes to others."""
 
@@ -94,10 +96,10 @@ class Link:
         if connection is not None:
             with suppress(*LOST, TimeoutError):
                 async with asyncio.timeout(2.0):
-                    await connection.close()
+                    await guarded(connection.close())
 
     @asynccontextmanager
-    async def channel(self, *, confirms: bool = False, prefetch: int = 0) -> AsyncGenerator[aiormq.abc.AbstractChannel]:
+    async def channel(self, *, confirms: bool = False, prefetch: int = 0) -> AsyncGenerator[Channel]:
         """A channel of the present connection; waits for one.
 
         Raises:
@@ -107,16 +109,17 @@ class Link:
         connection = self._connection
         if connection is None:
             raise ConnectionResetError("the connection is closed")
-        channel = await connection.channel(publisher_confirms=confirms, on_return_raises=confirms)
+        channel = connection.channel(publisher_confirms=confirms, on_return_raises=confirms)
+        await guarded(channel.initialize(timeout=_OPEN_S))
         try:
-            under = await channel.get_underlay_channel()
+            found = Channel(await guarded(channel.get_underlay_channel()))
             if prefetch:
-                await under.basic_qos(prefetch_count=prefetch)
-            yield under
+                await found.qos(prefetch)
+            yield found
         finally:
             # What was written before (acknowledgements) goes out before the channel closes.
             with anyio.move_on_after(2.0, shield=True), suppress(*LOST):
-                await channel.close()
+                await guarded(channel.close())
 
     async def wait_connected(self, deadline_s: float) -> None:
         """Wait for the connection.
@@ -132,8 +135,13 @@ class Link:
     async def _try_all(self) -> bool:
         for url in self._urls:
             try:
-                connection = await aio_pika.connect(
-                    url, timeout=3.0, heartbeat=HEARTBEAT_S, client_properties={"connection_name": self.settings.name}
+                connection = await guarded(
+                    aio_pika.connect(
+                        url,
+                        timeout=3.0,
+                        heartbeat=HEARTBEAT_S,
+                        client_properties={"connection_name": self.settings.name},
+                    )
                 )
             except aiormq.exceptions.ProbableAuthenticationError as error:
                 raise NotAllowedError(f"{without_secret(url)} refuses the login: {error}") from error
@@ -174,11 +182,6 @@ async def open_link(urls: list[str], settings: ConnectSettings) -> AsyncGenerato
     finally:
         with anyio.CancelScope(shield=True):
             await link.close()
-
-
-async def until_closed(channel: aiormq.abc.AbstractChannel) -> None:
-    """Return when a channel is gone, with its connection or alone."""
-    await asyncio.wait((channel.closing,))
 
 
 def without_secret(url: str) -> str:

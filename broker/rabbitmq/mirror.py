@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import anyio
 import structlog
-from aiormq.abc import AbstractChannel
 from pamqp.commands import Basic
 
 from broker.api import Record
+from broker.rabbitmq.channel import Channel
 from broker.rabbitmq.link import LOST, Link, open_link
 from broker.rabbitmq.wire import PERSISTENT
 from broker.settings import ConnectSettings
@@ -39,7 +39,7 @@ class RabbitMirror:
         while True:
             try:
                 async with self._link.channel(confirms=True) as channel:
-                    await channel.exchange_declare(self._exchange, exchange_type="topic", durable=True)
+                    await channel.declare_exchange(self._exchange)
                     for record in records:
                         await self._publish(channel, record)
                     return
@@ -47,20 +47,16 @@ class RabbitMirror:
                 log.warning("a mirrored message is published again", reason=str(error))
                 await anyio.sleep(0.2)
 
-    async def _publish(self, channel: AbstractChannel, record: Record) -> None:
+    async def _publish(self, channel: Channel, record: Record) -> None:
         table: dict[str, Any] = {"subject": record.subject, "sequence": record.sequence}  # Any: an AMQP table
         table.update(record.headers)
-        await channel.basic_publish(
-            record.data,
-            exchange=self._exchange,
-            routing_key=routing_key(record.subject),
-            properties=Basic.Properties(
-                message_id=f"{record.subject.split('.')[1]}-{record.sequence}",
-                content_type="application/msgpack",
-                delivery_mode=PERSISTENT,
-                headers=table,
-            ),
+        labels = Basic.Properties(
+            message_id=f"{record.subject.split('.')[1]}-{record.sequence}",
+            content_type="application/msgpack",
+            delivery_mode=PERSISTENT,
+            headers=table,
         )
+        await channel.publish(record.data, labels, exchange=self._exchange, routing_key=routing_key(record.subject))
 
 
 def routing_key(subject: str) -> str:

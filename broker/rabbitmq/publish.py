@@ -15,9 +15,10 @@ import structlog
 
 from broker.api import Published, Record
 from broker.errors import NoSuchStreamError, PublishTimeoutError, StoreFullError
+from broker.rabbitmq.channel import Channel
 from broker.rabbitmq.follower import Follower
 from broker.rabbitmq.index import Kind
-from broker.rabbitmq.link import LOST, Link, until_closed
+from broker.rabbitmq.link import LOST, Link
 from broker.rabbitmq.wire import Written, check_headers, check_size, digest_of, properties, read_written
 
 log = structlog.get_logger("broker")
@@ -38,7 +39,7 @@ class Publisher:
         self._slots = asyncio.Semaphore(min(link.settings.max_in_flight, 1024))
         self._waiting: dict[str, list[asyncio.Future[Written]]] = {}
         self._marks: dict[str, asyncio.Future[Written]] = {}
-        self._channel: aiormq.abc.AbstractChannel | None = None
+        self._channel: Channel | None = None
         self._ready = asyncio.Event()
         follower.on_written(self._see)
 
@@ -49,7 +50,7 @@ class Publisher:
                 async with self._link.channel(confirms=True) as channel:
                     self._channel = channel
                     self._ready.set()
-                    await until_closed(channel)
+                    await channel.until_closed()
             except LOST as error:
                 log.debug("the publisher lost its channel", reason=str(error))
             self._ready.clear()
@@ -117,7 +118,7 @@ class Publisher:
 
             try:
                 async with self._link.channel(prefetch=1) as channel:
-                    await channel.basic_consume(self._stream, arrive, arguments={"x-stream-offset": offset})
+                    await channel.consume(self._stream, arrive, offset=offset)
                     await asyncio.wait((arrived, channel.closing), return_when=asyncio.FIRST_COMPLETED)
                     if arrived.done():
                         return arrived.result()
@@ -167,10 +168,10 @@ class Publisher:
                     if channel is None:
                         continue
                     try:
-                        await channel.basic_publish(
+                        await channel.publish(
                             data,
+                            properties(kind, subject, message_id, headers),
                             routing_key=self._stream,
-                            properties=properties(kind, subject, message_id, headers),
                             mandatory=True,
                         )
                     except aiormq.exceptions.PublishError:

@@ -12,11 +12,12 @@ import aiormq
 import aiormq.exceptions
 import anyio
 import msgspec
-from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
 
 from broker.api import Record
 from broker.errors import NoSuchStreamError
+from broker.rabbitmq.channel import Channel
 from broker.rabbitmq.link import Link
 from broker.rabbitmq.wire import PERSISTENT
 
@@ -76,7 +77,7 @@ async def create_stream(link: Link, run: str) -> None:
             await find_stream(channel, run)
     except NoSuchStreamError:
         async with link.channel() as channel:
-            await channel.queue_declare(stream_queue(run), durable=True, arguments={"x-queue-type": "stream"})
+            await channel.declare(stream_queue(run), durable=True, arguments={"x-queue-type": "stream"})
         await anyio.sleep(SETTLE_S)
 
 
@@ -84,30 +85,30 @@ async def is_there(link: Link, queue: str) -> bool:
     """Whether a queue stands."""
     try:
         async with link.channel() as channel:
-            await channel.queue_declare(queue, passive=True)
+            await channel.declare(queue, passive=True)
     except aiormq.exceptions.ChannelNotFoundEntity:
         return False
     return True
 
 
-async def find_stream(channel: AbstractChannel, run: str) -> None:
+async def find_stream(channel: Channel, run: str) -> None:
     """See that the stream is there.
 
     Raises:
         NoSuchStreamError: it is not.
     """
     try:
-        await channel.queue_declare(stream_queue(run), passive=True)
+        await channel.declare(stream_queue(run), passive=True)
     except aiormq.exceptions.ChannelNotFoundEntity as error:
         raise NoSuchStreamError(f"expected the stream {stream_queue(run)} on this broker, found none") from error
 
 
-async def declare_dead(channel: AbstractChannel, run: str) -> None:
+async def declare_dead(channel: Channel, run: str) -> None:
     """Make the dead-letter queue."""
-    await channel.queue_declare(dead_queue(run), durable=True, arguments={"x-queue-type": "quorum"})
+    await channel.declare(dead_queue(run), durable=True, arguments={"x-queue-type": "quorum"})
 
 
-async def declare_work(channel: AbstractChannel, run: str, durable: str) -> int:
+async def declare_work(channel: Channel, run: str, durable: str) -> int:
     """Make a durable's queue; how many messages wait in it."""
     arguments: dict[str, Any] = {  # Any: an AMQP table holds what it holds
         "x-queue-type": "quorum",
@@ -117,11 +118,11 @@ async def declare_work(channel: AbstractChannel, run: str, durable: str) -> int:
         "x-dead-letter-exchange": "",
         "x-dead-letter-routing-key": dead_queue(run),
     }
-    ok = await channel.queue_declare(work_queue(run, durable), durable=True, arguments=arguments)
-    return ok.message_count or 0
+    _, waiting = await channel.declare(work_queue(run, durable), durable=True, arguments=arguments)
+    return waiting
 
 
-async def publish_task(channel: AbstractChannel, run: str, task: Task) -> None:
+async def publish_task(channel: Channel, run: str, task: Task) -> None:
     """Put a task into its queue; returns when it is stored there.
 
     Raises:
@@ -133,10 +134,10 @@ async def publish_task(channel: AbstractChannel, run: str, task: Task) -> None:
         "q": task.sequence,
         "n": task.num_before,
     }  # Any: same
-    await channel.basic_publish(
+    await channel.publish(
         task.data,
+        Basic.Properties(delivery_mode=PERSISTENT, headers=table),
         routing_key=work_queue(run, task.durable),
-        properties=Basic.Properties(delivery_mode=PERSISTENT, headers=table),
         mandatory=True,
     )
 

@@ -14,14 +14,15 @@ import aiormq
 import aiormq.exceptions
 import anyio
 import structlog
-from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
 
 from broker.errors import NotConnectedError, RequestFailedError, TooLargeError
 from broker.iterating import Iterating
 from broker.naming import check_literal, check_talk_subject
 from broker.rabbitmq.beside import running_beside
-from broker.rabbitmq.link import LOST, Link, until_closed
+from broker.rabbitmq.channel import Channel
+from broker.rabbitmq.link import LOST, Link
 from broker.rabbitmq.wire import MAX_MESSAGE_BYTES
 from schemas.errors import InvalidIdError
 from schemas.subjects import check_filter, matches
@@ -40,7 +41,7 @@ class Talk:
 
     def __init__(self, link: Link) -> None:
         self._link: Final = link
-        self._channel: AbstractChannel | None = None
+        self._channel: Channel | None = None
         self._answers: dict[str, asyncio.Future[DeliveredMessage]] = {}
         self._ready = asyncio.Event()
 
@@ -49,11 +50,11 @@ class Talk:
         while True:
             try:
                 async with self._link.channel(confirms=True) as channel:
-                    await channel.exchange_declare(EXCHANGE, exchange_type="topic", durable=True)
-                    await channel.basic_consume("amq.rabbitmq.reply-to", self._hear_answer, no_ack=True)
+                    await channel.declare_exchange(EXCHANGE)
+                    await channel.consume("amq.rabbitmq.reply-to", self._hear_answer, no_ack=True)
                     self._channel = channel
                     self._ready.set()
-                    await until_closed(channel)
+                    await channel.until_closed()
             except LOST as error:
                 log.debug("talk lost its channel", reason=str(error))
             self._ready.clear()
@@ -68,9 +69,7 @@ class Talk:
         with suppress(
             *LOST,
         ):  # as announcements go: not kept for later
-            await channel.basic_publish(
-                data, exchange=EXCHANGE, routing_key=subject, properties=Basic.Properties(delivery_mode=1)
-            )
+            await channel.publish(data, Basic.Properties(delivery_mode=1), exchange=EXCHANGE, routing_key=subject)
 
     async def request(self, subject: str, data: bytes, deadline_s: float) -> bytes:
         """Ask one server of a subject; ask again only where nobody can have heard it."""
@@ -88,22 +87,18 @@ class Talk:
                     raise NotConnectedError(f"the connection broke while {subject!r} was asked: {error}") from error
         raise NotConnectedError(f"expected an answer on {subject!r} within {deadline_s} s, found none")
 
-    async def _ask(self, channel: AbstractChannel, subject: str, data: bytes, left_s: float) -> bytes:
+    async def _ask(self, channel: Channel, subject: str, data: bytes, left_s: float) -> bytes:
         correlation = secrets.token_hex(8)
         answer: asyncio.Future[DeliveredMessage] = asyncio.get_running_loop().create_future()
         self._answers[correlation] = answer
         try:
-            await channel.basic_publish(
-                data,
-                routing_key=_server_queue(subject),
-                properties=Basic.Properties(
-                    delivery_mode=1,
-                    correlation_id=correlation,
-                    reply_to="amq.rabbitmq.reply-to",
-                    expiration=str(max(int(left_s * 1000), 1)),
-                ),
-                mandatory=True,
+            labels = Basic.Properties(
+                delivery_mode=1,
+                correlation_id=correlation,
+                reply_to="amq.rabbitmq.reply-to",
+                expiration=str(max(int(left_s * 1000), 1)),
             )
+            await channel.publish(data, labels, routing_key=_server_queue(subject), mandatory=True)
             await asyncio.wait((answer, channel.closing), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise ConnectionResetError("no answer can come any more")
@@ -121,7 +116,7 @@ class Talk:
         if answer is not None and not answer.done():
             answer.set_result(message)
 
-    async def _speaking(self) -> AbstractChannel:
+    async def _speaking(self) -> Channel:
         while self._channel is None:
             await self._ready.wait()
         return self._channel
@@ -140,10 +135,10 @@ class Talk:
                 heard.append((subject, bytes(message.body)))
                 arrived.set()
 
-        async def open_ears(channel: AbstractChannel) -> None:
+        async def open_ears(channel: Channel) -> None:
             queue = await self._own_queue(channel)
-            await channel.queue_bind(queue, EXCHANGE, routing_key=_binding(pattern))
-            await channel.basic_consume(queue, hear, no_ack=True)
+            await channel.bind(queue, EXCHANGE, _binding(pattern))
+            await channel.consume(queue, hear, no_ack=True)
 
         async def take() -> tuple[str, bytes]:
             while not heard:
@@ -154,11 +149,11 @@ class Talk:
         async with self._kept(open_ears):
             yield Iterating(take)
 
-    async def _own_queue(self, channel: AbstractChannel) -> str:
-        await channel.exchange_declare(EXCHANGE, exchange_type="topic", durable=True)
+    async def _own_queue(self, channel: Channel) -> str:
+        await channel.declare_exchange(EXCHANGE)
         arguments: dict[str, Any] = {"x-max-length": self._link.settings.listen_buffer, "x-overflow": "drop-head"}
-        ok = await channel.queue_declare("", exclusive=True, auto_delete=True, arguments=arguments)
-        return str(ok.queue)
+        name, _ = await channel.declare("", exclusive=True, auto_delete=True, arguments=arguments)
+        return name
 
     @asynccontextmanager
     async def serve(self, subject: str, handler: Callable[[bytes], Awaitable[bytes]]) -> AsyncGenerator[None]:
@@ -167,7 +162,7 @@ class Talk:
         check_talk_subject(subject)
         queue = _server_queue(subject)
 
-        async def open_door(channel: AbstractChannel) -> None:
+        async def open_door(channel: Channel) -> None:
             async def answer(message: DeliveredMessage) -> None:
                 failed: dict[str, Any] = {}
                 try:
@@ -178,24 +173,19 @@ class Talk:
                 with suppress(
                     *LOST,
                 ):  # whoever asked sees its deadline
-                    await channel.basic_publish(
-                        body,
-                        routing_key=asked.reply_to or "",
-                        properties=Basic.Properties(
-                            delivery_mode=1, correlation_id=asked.correlation_id, headers=failed
-                        ),
-                    )
-                    await channel.basic_ack(message.delivery_tag or 0, wait=False)
+                    labels = Basic.Properties(delivery_mode=1, correlation_id=asked.correlation_id, headers=failed)
+                    await channel.publish(body, labels, routing_key=asked.reply_to or "")
+                    await channel.ack(message, wait=False)
 
-            await channel.queue_declare(queue, auto_delete=True)
-            await channel.basic_qos(prefetch_count=self._link.settings.serve_concurrency)
-            await channel.basic_consume(queue, answer)
+            await channel.declare(queue, auto_delete=True)
+            await channel.qos(self._link.settings.serve_concurrency)
+            await channel.consume(queue, answer)
 
         async with self._kept(open_door):
             yield
 
     @asynccontextmanager
-    async def _kept(self, set_up: Callable[[AbstractChannel], Awaitable[None]]) -> AsyncGenerator[None]:
+    async def _kept(self, set_up: Callable[[Channel], Awaitable[None]]) -> AsyncGenerator[None]:
         """A channel that is set up now and again after each loss."""
         up = asyncio.Event()
 
@@ -205,7 +195,7 @@ class Talk:
                     async with self._link.channel() as channel:
                         await set_up(channel)
                         up.set()
-                        await until_closed(channel)
+                        await channel.until_closed()
                 except LOST as error:
                     log.debug("a channel for talk was lost", reason=str(error))
                 await anyio.sleep(0.05)

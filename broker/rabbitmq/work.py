@@ -15,11 +15,12 @@ from typing import Final
 
 import anyio
 import structlog
-from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq.abc import DeliveredMessage
 
 from broker.api import ConsumerSettings, Delivery
 from broker.iterating import Iterating
 from broker.rabbitmq.beside import running_beside
+from broker.rabbitmq.channel import Channel
 from broker.rabbitmq.incoming import Incoming
 from broker.rabbitmq.link import LOST, Link
 from broker.rabbitmq.parked import Parked, ParkedWork
@@ -29,6 +30,7 @@ log = structlog.get_logger("broker")
 
 HOLD_S: Final = 300.0
 """Unacknowledged for longer, a task is parked and acknowledged: far below RabbitMQ's consumer_timeout of 30 minutes."""
+_OPEN_S: Final = 10.0
 PARKED_GRACE_S: Final = 5.0
 """Added to the ack wait of parked work: the clocks of its worker and of the dispatcher may differ."""
 
@@ -38,9 +40,7 @@ class RabbitDelivery:
 
     __slots__ = ("_share", "channel", "due_s", "held_since_s", "is_parked", "message", "num_delivered", "task")
 
-    def __init__(
-        self, share: Share, channel: AbstractChannel, message: DeliveredMessage, task: Task, delivered: int
-    ) -> None:
+    def __init__(self, share: Share, channel: Channel, message: DeliveredMessage, task: Task, delivered: int) -> None:
         self._share = share
         self.channel = channel
         self.message = message
@@ -87,7 +87,7 @@ class Share:
         self._arrived: asyncio.Queue[RabbitDelivery] = asyncio.Queue()
         self._held: dict[int, RabbitDelivery] = {}
         """By identity."""
-        self._back: AbstractChannel | None = None
+        self._back: Channel | None = None
 
     async def run(self) -> None:
         """Receive for ever."""
@@ -107,9 +107,13 @@ class Share:
             self._forget()
             await anyio.sleep(0.05)
 
-    async def _receive(self, channel: AbstractChannel) -> None:
+    async def _receive(self, channel: Channel) -> None:
         incoming = Incoming(channel)
-        await incoming.open_queue(work_queue(self._run, self._durable))
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                await incoming.open_queue(work_queue(self._run, self._durable))
+        except TimeoutError as error:  # the dispatcher makes such a queue anew
+            raise ConnectionResetError(f"the queue of {self._durable} does not answer") from error
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch)
             try:
@@ -118,11 +122,11 @@ class Share:
             finally:
                 tasks.cancel_scope.cancel()
 
-    async def _arrive(self, channel: AbstractChannel, message: DeliveredMessage) -> None:
+    async def _arrive(self, channel: Channel, message: DeliveredMessage) -> None:
         found = read_task(message)
         if found is None:
             log.warning("a message that is no task lies in a work queue", durable=self._durable)
-            await channel.basic_ack(message.delivery_tag or 0)
+            await channel.ack(message)
             return
         delivery = RabbitDelivery(self, channel, message, *found)
         self._held[id(delivery)] = delivery
@@ -152,7 +156,7 @@ class Share:
         with suppress(
             *LOST,
         ):  # a lost channel gives it to somebody else: effects are idempotent
-            await delivery.channel.basic_ack(delivery.message.delivery_tag or 0, wait=False)
+            await delivery.channel.ack(delivery.message, wait=False)
 
     async def again(self, delivery: RabbitDelivery, delay_s: float) -> None:
         """Deliver again after a delay."""
@@ -184,7 +188,7 @@ class Share:
             with suppress(
                 *LOST,
             ):  # not acknowledged, it is handed out twice: effects are idempotent
-                await delivery.channel.basic_ack(delivery.message.delivery_tag or 0)
+                await delivery.channel.ack(delivery.message)
         if not keep:
             self._held.pop(id(delivery), None)
 
@@ -209,7 +213,7 @@ class Share:
                     num_before=delivery.num_delivered,
                 ),
             )
-            await delivery.channel.basic_ack(delivery.message.delivery_tag or 0)
+            await delivery.channel.ack(delivery.message)
 
     async def _watch(self) -> None:
         """Give back what its handler forgot."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import anyio
 import msgspec
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from broker.api import Record
 from broker.errors import ConflictError
+from broker.rabbitmq.channel import guarded
 from broker.rabbitmq.index import IndexSnapshot, LogIndex
 from broker.rabbitmq.state import FolderState
 from broker.rabbitmq.tail import Tail
@@ -148,3 +151,36 @@ async def test_of_many_writers_of_one_revision_one_wins(tmp_path):
             tasks.start_soon(write, states[number % 4], number)
     assert len(won) == 1
     assert await states[0].load("lease") == (str(won[0]).encode(), 1)
+
+
+async def test_a_cancellation_that_nobody_asked_for_is_a_lost_connection():
+    """aiormq cancels whatever waits on a channel that closes, some of it with error objects that several tasks share."""
+    shared = asyncio.CancelledError()
+
+    async def closing():
+        raise shared
+
+    async with anyio.create_task_group() as tasks:
+
+        async def call():
+            with pytest.raises(ConnectionResetError):
+                await guarded(closing())
+
+        for _ in range(3):
+            tasks.start_soon(call)
+
+
+async def test_ones_own_cancellation_ends_the_call_too():
+    ended = asyncio.Event()
+
+    async def hangs():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with anyio.move_on_after(0.01) as scope:
+        await guarded(hangs())
+    assert scope.cancelled_caught
+    with anyio.fail_after(5):
+        await ended.wait()

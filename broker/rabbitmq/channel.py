@@ -1,0 +1,118 @@
+"""A channel whose calls fail as calls do.
+
+aiormq ends whatever waits on a channel that closes by cancelling it, with error objects that several tasks share. In a task
+group such a cancellation nobody asked for ends a task silently, and shared errors that name each other as their context
+hang it. Here every call runs in a task of its own, and its end by a lost channel is a ConnectionResetError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+from aiormq.abc import AbstractChannel, DeliveredMessage
+from pamqp.commands import Basic
+
+T = TypeVar("T")
+Callback = Callable[[DeliveredMessage], Coroutine[Any, Any, Any]]  # Any: aiormq's own signature
+
+
+async def guarded(call: Awaitable[T]) -> T:
+    """The result of a call into aiormq or aio-pika.
+
+    Raises:
+        ConnectionResetError: it was ended by a closing channel or connection.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait((task,))
+    finally:
+        if not task.done():
+            task.cancel()
+    if task.cancelled():
+        raise ConnectionResetError("the channel or connection closed meanwhile")
+    error = task.exception()
+    if isinstance(error, asyncio.InvalidStateError):
+        raise ConnectionResetError(f"the channel closed meanwhile ({error})")
+    return task.result()
+
+
+class Channel:
+    """What is used of an AMQP channel."""
+
+    def __init__(self, under: AbstractChannel) -> None:
+        self._under: Final = under
+
+    @property
+    def closing(self) -> asyncio.Future[Any]:  # Any: only that it is done matters
+        """Done when the channel is gone."""
+        return self._under.closing
+
+    async def until_closed(self) -> None:
+        """Return when it is gone, with its connection or alone."""
+        await asyncio.wait((self.closing,))
+
+    async def publish(
+        self,
+        body: bytes,
+        properties: Basic.Properties,
+        *,
+        exchange: str = "",
+        routing_key: str,
+        mandatory: bool = False,
+    ) -> None:
+        """Publish; on a channel with confirms, return when it is confirmed."""
+        await guarded(
+            self._under.basic_publish(
+                body, exchange=exchange, routing_key=routing_key, properties=properties, mandatory=mandatory
+            )
+        )
+
+    async def ack(self, message: DeliveredMessage, *, multiple: bool = False, wait: bool = True) -> None:
+        """Acknowledge; with `wait`, return when it is written."""
+        await guarded(self._under.basic_ack(message.delivery_tag or 0, multiple=multiple, wait=wait))
+
+    async def consume(self, queue: str, callback: Callback, *, no_ack: bool = False, offset: int | None = None) -> None:
+        """Begin to receive, from a stream at an offset."""
+        arguments: dict[str, Any] | None = None if offset is None else {"x-stream-offset": offset}  # Any: an AMQP table
+        await guarded(self._under.basic_consume(queue, callback, no_ack=no_ack, arguments=arguments))
+
+    async def qos(self, prefetch: int) -> None:
+        """Bound what is received and not acknowledged."""
+        await guarded(self._under.basic_qos(prefetch_count=prefetch))
+
+    async def declare(
+        self,
+        queue: str,
+        *,
+        passive: bool = False,
+        durable: bool = False,
+        exclusive: bool = False,
+        auto_delete: bool = False,
+        arguments: dict[str, Any] | None = None,  # Any: an AMQP table
+    ) -> tuple[str, int]:
+        """Make a queue, or see that it is there; its name and how many messages wait in it."""
+        ok = await guarded(
+            self._under.queue_declare(
+                queue,
+                passive=passive,
+                durable=durable,
+                exclusive=exclusive,
+                auto_delete=auto_delete,
+                arguments=arguments,
+            )
+        )
+        return str(ok.queue), ok.message_count or 0
+
+    async def delete(self, queue: str) -> None:
+        """Delete a queue; an unknown one is fine."""
+        await guarded(self._under.queue_delete(queue))
+
+    async def bind(self, queue: str, exchange: str, routing_key: str) -> None:
+        """Bind a queue to an exchange."""
+        await guarded(self._under.queue_bind(queue, exchange, routing_key=routing_key))
+
+    async def declare_exchange(self, exchange: str) -> None:
+        """Make a durable topic exchange."""
+        await guarded(self._under.exchange_declare(exchange, exchange_type="topic", durable=True))
