@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 
 import msgspec
 import pytest
@@ -22,16 +23,19 @@ QUICK = ConnectSettings(connect_deadline_s=0.5)
         ("localhost:4222", "no scheme"),
         ("", "nothing"),
         ("nats://a,memory://", "memory://, nats://"),
-        ("amqp://x", "RabbitMQ is not a broker of this version"),
+        ("nats://a,amqp://b", "amqp://, nats://"),
     ],
 )
 def test_an_unknown_url_is_refused_with_what_was_expected(url, found):
-    with pytest.raises(BrokerError, match=r"expected nats://host:port, tls://host:port or memory://") as caught:
+    with pytest.raises(
+        BrokerError, match=r"expected nats://host:port, tls://…, amqp://…, amqps://… or memory://"
+    ) as caught:
         split_url(url)
     assert found in str(caught.value)
 
 
 def test_several_urls_are_one_broker():
+    assert split_url("amqp://a:1/,amqps://b:2/") == (["amqp://a:1/", "amqps://b:2/"], "amqp")
     assert split_url("nats://a:1, nats://b:2") == (["nats://a:1", "nats://b:2"], "nats")
 
 
@@ -116,3 +120,13 @@ async def test_payloads_may_lie_in_a_shared_folder_instead(server, run, tmp_path
         assert await broker.payloads.get(ref) == b"payload"
         assert [path.read_bytes() for path in tmp_path.glob("payloads/*/*")] == [b"payload"]
         assert (await broker.log_status()).payload_bytes == 0
+
+
+async def test_rabbitmq_without_its_extra_says_what_to_install(run, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("broker.rabbitmq", "aio_pika"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "aio_pika", None)
+    monkeypatch.setitem(sys.modules, "aiormq", None)
+    with pytest.raises(BrokerError, match=r"needs the extra `rabbitmq`: pip install 'headrace\[rabbitmq\]'"):
+        async with connect("amqp://127.0.0.1:1/", run):
+            pass
