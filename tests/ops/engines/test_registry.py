@@ -12,6 +12,7 @@ import pytest
 from broker.memory import MemoryBroker, MemoryServer
 from ops.config import decode_config
 from ops.engines.registry import EngineRequest, EngineRequestError, ask_registry, registered
+from ops.nodes.share import whole
 from ops.run_folder import RunFolder
 from ops.running.engines import kept_engines
 from ops.supervise.process import ProcessSpec
@@ -45,7 +46,8 @@ def config(**engine):
 @asynccontextmanager
 async def engines(broker: MemoryBroker, tmp_path: Path, **engine) -> AsyncGenerator[Recorder]:
     supervisor = Recorder()
-    async with kept_engines(config(**engine), RunFolder(tmp_path), {}, supervisor, broker):
+    loaded = config(**engine)
+    async with kept_engines(loaded, whole(loaded), RunFolder(tmp_path), {}, supervisor, broker):
         yield supervisor
 
 
