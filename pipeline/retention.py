@@ -13,6 +13,7 @@ weights: they are few. This module must not know brokers or clocks.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -34,6 +35,9 @@ from schemas.topics import (
     WEIGHTS_PUBLISHED,
 )
 
+TIME_EVERY_MESSAGES: Final = 16
+TIME_EVERY_S: Final = 1.0
+"""How finely the times of messages are known: a burst moves the mark within a second, and its payloads must go with it."""
 KEPT_TOPICS: Final = frozenset(
     topic.name
     for topic in (
@@ -188,13 +192,14 @@ class PayloadUses:
 
     def passed(self, sequence: int, unix_time_s: float) -> None:
         """A message was stored at a time."""
-        if not self._times or unix_time_s - self._times[-1][1] >= 1.0:
+        last = self._times[-1] if self._times else (-TIME_EVERY_MESSAGES, 0.0)
+        if sequence - last[0] >= TIME_EVERY_MESSAGES or unix_time_s - last[1] >= TIME_EVERY_S:
             self._times.append((sequence, unix_time_s))
 
     def time_of(self, sequence: int) -> float:
         """A time no later than that of the message at `sequence`; 0 if it is not known."""
-        before = [time_s for at, time_s in self._times if at <= sequence]
-        return before[-1] if before else 0.0
+        place = bisect_right(self._times, sequence, key=lambda kept: kept[0])
+        return self._times[place - 1][1] if place else 0.0
 
     def is_named(self, payload_id: str, mark: int, weights: int) -> bool:
         """Whether a message at or above the mark names it, or the newest weights do."""
