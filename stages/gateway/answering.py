@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -17,6 +17,7 @@ from stages.gateway.conversation import (
     Text,
     ToolCall,
 )
+from stages.gateway.generation import Sampled
 from stages.gateway.parsing import OutputParser
 from stages.ports import TokenIds, Tokenizer
 
@@ -27,6 +28,9 @@ _MAX_INCOMPLETE: Final = 5
 _MAX_GARBAGE: Final = 64
 _WINDOW: Final = 16
 """Ids that are decoded together at the most before the window moves on: moving it costs another decoding."""
+
+Emit = Callable[[int, list[Event]], Awaitable[None]]
+"""Gets the events of a choice (0 … n−1) as they become certain."""
 
 
 class Detokenizer:
@@ -193,3 +197,38 @@ def token_texts(tokenizer: Tokenizer, token_ids: TokenIds, logprobs: Sequence[fl
 
 
 __all__ = ["Answer", "AnswerReader", "Detokenizer", "StopStrings", "token_texts"]
+
+
+class Follower:
+    """Reads the ids of one answer as they come, or at its end when nobody follows."""
+
+    def __init__(self, reader: AnswerReader, emit: Emit | None, choice: int) -> None:
+        self._reader = reader
+        self._emit = emit
+        self._choice = choice
+        self._lazy = emit is None and not reader.one_by_one
+
+    async def take(self, token_ids: TokenIds) -> int | None:
+        """More ids: how many of them count if a stop string ended the answer."""
+        if self._lazy:
+            return None
+        if not self._reader.one_by_one:
+            events = self._reader.feed(token_ids)
+            if events and self._emit is not None:
+                await self._emit(self._choice, events)
+            return None
+        for at in range(token_ids.size):
+            await self._give(self._reader.feed(token_ids[at : at + 1]))
+            if self._reader.stop_string is not None:
+                return at + 1
+        return None
+
+    async def finish(self, sampled: Sampled) -> None:
+        """All ids are there."""
+        if self._lazy:
+            self._reader.feed(sampled.ids())
+        await self._give(self._reader.finish())
+
+    async def _give(self, events: list[Event]) -> None:
+        if events and self._emit is not None:
+            await self._emit(self._choice, events)

@@ -13,7 +13,7 @@ Knows nothing of HTTP or of wire protocols.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,9 +22,9 @@ import msgspec
 
 from pipeline.tracing import begin_work
 from schemas.messages.rollout import FinishReason, SessionClosed
-from stages.gateway.answering import AnswerReader, token_texts
+from stages.gateway.answering import AnswerReader, Emit, Follower, token_texts
 from stages.gateway.budget import Decision, decide_sampling
-from stages.gateway.conversation import Answer, Call, Event, new_answer_id, new_call_id
+from stages.gateway.conversation import Answer, Call, new_answer_id, new_call_id
 from stages.gateway.errors import (
     BusyError,
     ClientGoneError,
@@ -50,9 +50,6 @@ from stages.ports import GenerateRequest, Payloads, TokenIds, Tokenizer, TokenSo
 _THREAD_CHARACTERS: Final = 64 * 1024
 """Prompts above this are rendered in a thread: other sessions' streams go on meanwhile."""
 _PROBE_TOKENS: Final = 16
-
-Emit = Callable[[int, list[Event]], Awaitable[None]]
-"""Gets the events of a choice (0 … n−1) as they become certain."""
 
 
 @dataclass(kw_only=True)
@@ -298,7 +295,7 @@ class Gateway:
             min_version=session.min_version if session is not None else 0,
             session=session.id if session is not None else "",
         )
-        follow = _Follower(reader, emit, choice)
+        follow = Follower(reader, emit, choice)
         sampled = await sample(
             self._engine,
             request,
@@ -391,38 +388,3 @@ class Gateway:
                 session.context_overflow = True
         elif error.http_status >= 500 and session is not None and not session.ended:
             session.fail(str(error))
-
-
-class _Follower:
-    """Reads the ids of one answer as they come, or at its end when nobody follows."""
-
-    def __init__(self, reader: AnswerReader, emit: Emit | None, choice: int) -> None:
-        self._reader = reader
-        self._emit = emit
-        self._choice = choice
-        self._lazy = emit is None and not reader.one_by_one
-
-    async def take(self, token_ids: TokenIds) -> int | None:
-        """More ids: how many of them count if a stop string ended the answer."""
-        if self._lazy:
-            return None
-        if not self._reader.one_by_one:
-            events = self._reader.feed(token_ids)
-            if events and self._emit is not None:
-                await self._emit(self._choice, events)
-            return None
-        for at in range(token_ids.size):
-            await self._give(self._reader.feed(token_ids[at : at + 1]))
-            if self._reader.stop_string is not None:
-                return at + 1
-        return None
-
-    async def finish(self, sampled: Sampled) -> None:
-        """All ids are there."""
-        if self._lazy:
-            self._reader.feed(sampled.ids())
-        await self._give(self._reader.finish())
-
-    async def _give(self, events: list[Event]) -> None:
-        if events and self._emit is not None:
-            await self._emit(self._choice, events)
