@@ -12,7 +12,6 @@ from assembly_log import (
     manifests,
     row,
     settings,
-    started,
     steps,
     tick,
     trained,
@@ -22,14 +21,11 @@ from assembly_log import (
 
 from pipeline.errors import ContractError, RefusedError
 from pipeline.fold import Fold
-from schemas.messages.sampling import Control, ControlAction
 from schemas.payload import check_payload, inline_ref
 from stages.assembly.advantages import Estimator, EstimatorSettings
 from stages.assembly.filters import GroupView
-from stages.assembly.fold import AssemblyFold, StalledError
-from stages.assembly.rewards import LengthPenalty, Overlong
+from stages.assembly.fold import AssemblyFold
 from stages.assembly.settings import AssemblySettings, RowsPerSlot, StaleRule
-from stages.assembly.stall import StallSettings
 from stages.assembly.state import AssemblyState
 
 REINFORCE = EstimatorSettings(name=Estimator.REINFORCE)
@@ -348,162 +344,6 @@ def test_rows_inside_the_message_can_t_be_named_by_a_manifest():
     inside = row(0, 0, reward=1.0, tokens=inline_ref(b"tokens"))
     with pytest.raises(ContractError, match="payload store"):
         outputs_of([issued(0, slots=1), trajectory(0, 0, 1.0, rows=[inside])], slots_per_group=1)
-
-
-def test_turn_rewards_give_each_turn_its_own_advantage():
-    rows = [row(0, 0, reward=1.0, turn_rewards=[1.0, 0.25])]
-    messages = [issued(0, slots=2), trajectory(0, 0, 1.0, rows=rows), trajectory(0, 1, 0.0)]
-    (manifest,) = manifests(outputs_of(messages, estimator=EstimatorSettings(name=Estimator.DR_GRPO)))
-    assert advantages(manifest) == [0.5, -0.5]
-    assert manifest.turn_advantages == [[0.5, -0.25], []]
-
-
-def test_gae_gets_the_shaped_reward_as_it_is():
-    estimator = EstimatorSettings(name=Estimator.GAE)
-    (manifest,) = manifests(
-        outputs_of(whole_group(0, [3.0, 0.5]), estimator=estimator, reward_bias=-1.0, reward_scale=2.0, reward_clip=2.5)
-    )
-    assert advantages(manifest) == [2.5, -1.0]
-    assert manifest.reward.as_numpy().tolist() == [3.0, 0.5]
-
-
-def test_penalties_for_length_come_before_bias_scale_and_clip():
-    members = [trajectory(0, 0, 1.0, num_loss_tokens=9), trajectory(0, 1, 1.0, num_loss_tokens=6)]
-    outputs = outputs_of(
-        [issued(0, slots=2), *members],
-        overlong=Overlong(max_tokens=10, buffer_tokens=4, factor=1.0),
-        estimator=REINFORCE,
-    )
-    assert advantages(manifests(outputs)[0]) == [0.25, 1.0]
-    outputs = outputs_of(
-        [issued(0, slots=2), *members], length_penalty=LengthPenalty(output_tokens_weight=0.9), estimator=REINFORCE
-    )
-    assert advantages(manifests(outputs)[0]) == pytest.approx([0.1, 0.4])
-
-
-def test_figures_are_given_per_stream():
-    messages = [
-        *whole_group(0, [1, 0, None]),
-        *whole_group(1, [1, 1], stream="code"),
-        *whole_group(2, [None, None], stream="code"),
-    ]
-    (manifest,) = manifests(outputs_of([*messages, *whole_group(3, [0, 1])], groups_per_step=3))
-    code, both = manifest.stream_stats["code"], manifest.stats
-    assert (code["groups"], code["closed_groups"], code["dropped_too_few_usable"]) == (1, 2, 1)
-    assert code["pre_filter_usable_slot_yield"] == 0.5
-    assert (both["groups"], both["n_groups_size_2"], both["usable_group_size"]) == (3, 3, 2)
-    assert both["pre_filter_usable_slot_yield"] == 6 / 9
-    assert manifest.stream_stats["math"]["target_slots"] == 5
-
-
-def test_figures_of_the_latest_step_are_gauges_too():
-    fold = AssemblyFold(settings())
-    state, _ = fold_all(fold, whole_group(0, [1, 0], stream="code"))
-    gauges = fold.describe(state)[1]
-    assert (gauges["reward_mean"], gauges["code.reward_mean"], gauges["next_step"]) == (0.5, 0.5, 2)
-
-
-def test_group_loss_weights_of_a_mini_batch_add_up_to_one():
-    messages = [*whole_group(0, [1, 0, 1]), *whole_group(1, [1, 0])]
-    (manifest,) = manifests(outputs_of(messages, groups_per_step=2))
-    stats = manifest.stats
-    assert stats["group_loss_weight"] == pytest.approx(0.5)
-    assert (stats["group_loss_weight_size_3"], stats["group_loss_weight_size_2"]) == (
-        pytest.approx(0.6),
-        pytest.approx(0.4),
-    )
-
-
-QUICK = StallSettings(rounds=2, seconds=10.0, warn_every_s=4.0)
-
-
-def stalled(num_groups: int, ticks: range):
-    fold = AssemblyFold(settings(filter_zero_spread=True, stall=QUICK))
-    state, _ = fold_all(fold, [tick(1), *(m for ordinal in range(num_groups) for m in whole_group(ordinal, [1, 1]))])
-    for ordinal in ticks:
-        fold.step(state, tick(ordinal))
-    return fold, state
-
-
-def test_enough_rounds_and_enough_time_without_a_trainable_group_end_the_run():
-    fold, state = stalled(2, range(2, 13))
-    with pytest.raises(StalledError, match=r"2 rounds .2 groups closed: zero_spread: 2.*same reward"):
-        fold.refuse_stall(state)
-
-
-def test_a_burst_of_rejects_alone_does_not_end_it():
-    fold, state = stalled(500, range(2, 11))
-    assert state.stall.num_closed == 500
-    fold.refuse_stall(state)
-
-
-def test_time_alone_does_not_end_it():
-    fold, state = stalled(1, range(2, 5000, 100))
-    fold.refuse_stall(state)
-
-
-def test_a_service_without_work_is_no_stall_and_its_groups_are_named():
-    fold = AssemblyFold(settings(stall=QUICK))
-    why = "LOCAL_UNCLAIMED: no session claimed it within 60 s"
-    unclaimed = [
-        message
-        for ordinal in range(4)
-        for message in (issued(ordinal, slots=2), *(trajectory(ordinal, slot, None, rejected=why) for slot in range(2)))
-    ]
-    state, outputs = fold_all(fold, [tick(1), *unclaimed, *(tick(ordinal) for ordinal in range(2, 50))])
-    assert [one.reason for one in closed(outputs)] == ["unclaimed"] * 4
-    fold.refuse_stall(state)
-
-
-def test_a_stall_that_was_mended_can_be_folded_past():
-    fold, state = stalled(2, range(2, 14))
-    fold.step(state, started(1))
-    fold.refuse_stall(state)
-    (closing, step) = [output for message in whole_group(2, [1, 0]) for output in fold.step(state, message)]
-    assert (closing.message.usable, step.message.groups) == (True, ["g0000002"])
-
-
-def test_a_new_start_has_the_full_time_again():
-    fold, state = stalled(2, range(2, 14))
-    fold.step(state, started(1))
-    for message in (m for ordinal in (2, 3) for m in whole_group(ordinal, [1, 1])):
-        fold.step(state, message)
-    for ordinal in range(14, 23):
-        fold.step(state, tick(ordinal))
-    fold.refuse_stall(state)
-    fold.step(state, tick(23))
-    with pytest.raises(StalledError, match="2 rounds"):
-        fold.refuse_stall(state)
-
-
-def test_a_pause_is_no_stall():
-    fold, state = stalled(2, range(2, 6))
-    fold.step(state, Control(id="a", action=ControlAction.PAUSE))
-    for ordinal in range(6, 500):
-        fold.step(state, tick(ordinal))
-    fold.step(state, Control(id="b", action=ControlAction.RESUME))
-    for ordinal in range(500, 505):
-        fold.step(state, tick(ordinal))
-    fold.refuse_stall(state)
-    fold.step(state, tick(505))
-    with pytest.raises(StalledError, match="for 10 s"):
-        fold.refuse_stall(state)
-
-
-def test_a_trainable_group_starts_the_count_anew():
-    fold, state = stalled(2, range(2, 9))
-    for message in whole_group(2, [1, 0]):
-        fold.step(state, message)
-    fold.step(state, tick(12))
-    assert (state.stall.num_closed, state.stall.warning) == (0, "")
-
-
-def test_warnings_come_at_most_once_a_period(capsys):
-    fold, state = stalled(2, range(2, 11))
-    printed = capsys.readouterr().out
-    assert printed.count("adds nothing to train") == 3  # at ticks 2, 6 and 10
-    assert "all groups of a stream were dropped" in printed
-    assert "zero_spread: 2" in fold.describe(state)[0]
 
 
 def test_another_message_is_refused():
