@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ops.config import RunConfig, run_streams
 from ops.run_folder import Endpoints
 from schemas.config_arena import StreamRunner
-from stages.clients.arena.client import ArenaAccess
-from stages.clients.arena.secret import secret_from
+
+if TYPE_CHECKING:
+    from stages.clients.arena.client import ArenaAccess
 
 LOCAL: str = "local"
 
@@ -20,6 +22,10 @@ def arena_access(config: RunConfig, endpoints: Endpoints, environ: Mapping[str, 
     Raises:
         ConfigError: a credential's environment variable is not set.
     """
+    # Imported by who calls an Arena: every worker asks whether there is one, and an HTTP client weighs 15 MB.
+    from stages.clients.arena.client import ArenaAccess  # noqa: PLC0415 - see above
+    from stages.clients.arena.secret import secret_from  # noqa: PLC0415 - see above
+
     arena = config.arena
     return ArenaAccess(
         base_url=(endpoints.arena_url if arena.url == LOCAL else arena.url).rstrip("/"),

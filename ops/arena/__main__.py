@@ -13,10 +13,11 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from ops.arena import ArenaConfigError, load_config, quickstart_config, serve
-from ops.arena.config import ArenaServerConfig
+from ops.arena.config import ArenaConfigError, ArenaServerConfig, load_config
 from ops.arena.lifeline import die_with_parent
 from ops.arena.pool import PoolError
+from ops.arena.quickstart import quickstart_config
+from ops.arena.server import serve
 
 _USAGE = "usage: python -m ops.arena CONFIG.toml | quickstart"
 

@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import anyio
 import msgspec
 
-from ops.adapters import LogLaunches, LogRecorder
 from ops.agents.runner import ADAPTERS, open_agents
 from ops.arena_access import arena_access
 from ops.config import run_streams
+from ops.rollout_adapters import LogLaunches, LogRecorder
 from ops.secrets import GENERATION_KEY_ENV
 from ops.session_calls import RemoteSessions
 from ops.topology import consumer_settings

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 import anyio
 import structlog
 
-from ops.adapters import LogRecorder
 from ops.config import run_streams
 from ops.engines.plan import has_servers
 from ops.gateway_peers import NAME_LABEL, URL_LABEL, LivePeers
 from ops.online.service import OnlineService
 from ops.policy_folder import policy_folder
+from ops.rollout_adapters import LogRecorder
 from ops.secrets import CONTROL_KEY_ENV, GENERATION_KEY_ENV
 from ops.session_calls import serve_sessions
 from ops.workers.context import WorkerContext

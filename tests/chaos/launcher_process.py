@@ -12,7 +12,7 @@ import msgspec
 from broker.api import ConsumerSettings
 from broker.connect import connect
 from broker.settings import ConnectSettings
-from ops.adapters import LogLaunches
+from ops.rollout_adapters import LogLaunches
 from pipeline.log import RunLog
 from pipeline.metrics import Metrics
 from pipeline.runner import RunnerSettings, StageRunner

@@ -11,17 +11,8 @@ from aiohttp import web
 
 from broker.connect import connect
 from broker.embedded import EmbeddedServer
-from ops.arena import (
-    ArenaSecrets,
-    ArenaServerConfig,
-    CallFault,
-    CallName,
-    FaultPlan,
-    HarnessKind,
-    HarnessSpec,
-    StreamSpec,
-    serve,
-)
+from ops.arena.config import ArenaServerConfig, CallFault, CallName, FaultPlan, HarnessKind, HarnessSpec, StreamSpec
+from ops.arena.server import ArenaSecrets, serve
 from pipeline.log import RunLog
 from schemas.messages.rollout import EpisodeClass
 from schemas.messages.sampling import EpisodeRequested

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from broker.memory import MemoryBroker, MemoryServer
-from ops.adapters import LogRecorder
+from ops.rollout_adapters import LogRecorder
 from ops.session_calls import RemoteSessions, SessionReply, serve_sessions
 from pipeline.errors import RefusedError, RetryableError
 from pipeline.log import RunLog

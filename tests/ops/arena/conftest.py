@@ -11,7 +11,8 @@ import psutil
 import pytest
 from aiohttp import web
 
-from ops.arena import ArenaSecrets, load_config, serve
+from ops.arena.config import load_config
+from ops.arena.server import ArenaSecrets, serve
 
 TOKEN, LLM_KEY, UPSTREAM_KEY = "control-token", "gateway-key", "upstream-key"
 CONFIG = """

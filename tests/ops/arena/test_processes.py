@@ -17,7 +17,7 @@ from ops.arena.episodes import EpisodeRunner
 from ops.arena.harness import play
 from ops.arena.jobs import End, Job, Outcome, TaskTexts
 from ops.arena.state import ArenaState, LaunchRequest
-from stages.clients.arena import EpisodeFacts, classify
+from stages.clients.arena.classify import EpisodeFacts, classify
 
 COMMAND = """
 kind = "command"

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route as HttpRoute
 
-from ops.arena import ArenaSecrets, ArenaServerConfig, HarnessKind, HarnessSpec, StreamSpec, serve
+from ops.arena.config import ArenaServerConfig, HarnessKind, HarnessSpec, StreamSpec
+from ops.arena.server import ArenaSecrets, serve
 from schemas.config_arena import ArenaRoute, StreamConfig
 from schemas.messages.rollout import EpisodeLaunched
 from stages.arena_launch.ports import SessionTicket

@@ -13,8 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ops.arena import ArenaSecrets, ArenaServerConfig, HarnessKind, HarnessSpec, StreamSpec, serve
-from stages.clients.arena import ArenaAccess, ArenaClient, Launch, ModelEndpoint, Secret, open_arena
+from ops.arena.config import ArenaServerConfig, HarnessKind, HarnessSpec, StreamSpec
+from ops.arena.server import ArenaSecrets, serve
+from stages.clients.arena.client import ArenaAccess, ArenaClient, Launch, ModelEndpoint, open_arena
+from stages.clients.arena.secret import Secret
 
 TOKEN, LLM_KEY, UPSTREAM_KEY = "marked-openapi-token", "marked-llm-key", "marked-upstream-key"
 

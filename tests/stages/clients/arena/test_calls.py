@@ -4,20 +4,20 @@ import asyncio
 
 import pytest
 
-from ops.arena import CallFault, CallName, EpisodeFault, FaultPlan, StreamSpec
+from ops.arena.config import CallFault, CallName, EpisodeFault, FaultPlan, StreamSpec
 from pipeline.errors import RefusedError, RetryableError
-from stages.clients.arena import (
+from stages.clients.arena.client import ModelEndpoint
+from stages.clients.arena.errors import (
+    ArenaAuthError,
     ArenaBusyError,
     ArenaContractError,
     ArenaLaunchLostError,
     ArenaNotFoundError,
     ArenaRefusedError,
     DatasetPagingError,
-    ModelEndpoint,
-    Secret,
     TaskResultError,
 )
-from stages.clients.arena.errors import ArenaAuthError
+from stages.clients.arena.secret import Secret
 
 NAME = "stream-areal-session-0123456789abcdef"
 ENVELOPES = ["bare", "data", "nested"]

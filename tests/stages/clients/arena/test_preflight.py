@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from ops.arena import HarnessKind, HarnessSpec, StreamSpec
+from ops.arena.config import HarnessKind, HarnessSpec, StreamSpec
 from schemas.config_arena import ArenaSettings, LlmProtocol, RewardRef, StreamConfig
-from stages.clients.arena import Secret
 from stages.clients.arena.client import ModelEndpoint
 from stages.clients.arena.drift import RewardGuard
 from stages.clients.arena.errors import RewardDriftError
 from stages.clients.arena.preflight import PreflightReport, Problem, StreamFacts, gather, judge, preflight
 from stages.clients.arena.registration import RegistrationSettings, open_registrations
+from stages.clients.arena.secret import Secret
 from stages.clients.arena.wire import ArenaStream, StreamTask, VersionedRef
 
 HARNESS, REWARD = VersionedRef(key="h", version="1"), VersionedRef(key="r", version="1")

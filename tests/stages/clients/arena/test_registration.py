@@ -5,10 +5,9 @@ import asyncio
 import pytest
 import structlog
 
-from ops.arena import CallFault, CallName, FaultPlan
-from stages.clients.arena import ArenaConnectionError, ArenaNotFoundError, Secret
+from ops.arena.config import CallFault, CallName, FaultPlan
 from stages.clients.arena.client import ModelEndpoint
-from stages.clients.arena.errors import ArenaBusyError, ArenaRefusedError
+from stages.clients.arena.errors import ArenaBusyError, ArenaConnectionError, ArenaNotFoundError, ArenaRefusedError
 from stages.clients.arena.registration import (
     RegistrationCounts,
     RegistrationSettings,
@@ -16,6 +15,7 @@ from stages.clients.arena.registration import (
     open_registrations,
     session_model_name,
 )
+from stages.clients.arena.secret import Secret
 
 SETTINGS = RegistrationSettings(run_label="headrace/run-1", cleanup_timeout_s=2)
 NAME = session_model_name("headrace/run-1", arena_url="http://a", gateway_url="http://g", worker="launch-0")

@@ -14,13 +14,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from ops.arena import ArenaSecrets
+from ops.arena.server import ArenaSecrets
 from schemas.errors import ConfigError
-from stages.clients.arena import ArenaError, Launch, Secret, secret_from
-from stages.clients.arena.client import ModelEndpoint
-from stages.clients.arena.errors import ERROR_TEXT_LIMIT
+from stages.clients.arena.client import Launch, ModelEndpoint
+from stages.clients.arena.errors import ERROR_TEXT_LIMIT, ArenaError
 from stages.clients.arena.registration import RegistrationSettings, open_registrations
-from stages.clients.arena.secret import scrubbed
+from stages.clients.arena.secret import Secret, scrubbed, secret_from
 
 MARKS = ("marked-openapi-token", "marked-llm-key", "marked-upstream-key", "marked-session-token", "marked-user-env")
 
