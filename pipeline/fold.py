@@ -17,13 +17,14 @@ import msgspec
 import structlog
 
 from broker.api import Broker, Record
-from broker.errors import ConflictError
+from broker.errors import ConflictError, PayloadMissingError
+from broker.naming import inline_payload
 from pipeline.errors import ContractError, FoldDivergedError, RefusedError
 from pipeline.metrics import Metrics
 from pipeline.publishing import publish_patiently
 from pipeline.retries import original, retries_of
 from pipeline.stage import AnyTopic
-from schemas.errors import DecodeError
+from schemas.errors import DecodeError, DigestError
 from schemas.messages.sampling import DeadLetter
 from schemas.messages.training import FoldCheckpoint
 from schemas.payload import PayloadRef
@@ -31,6 +32,7 @@ from schemas.topics import DEAD_LETTER
 
 S = TypeVar("S", bound=msgspec.Struct)
 log = structlog.get_logger("headrace.fold")
+PAYLOAD_PERIOD_S: Final = 0.25
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +85,8 @@ class FoldSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Messages between checkpoints."""
     checkpoint_period_s: float = 15.0
     """Seconds between checkpoints, when there was anything new."""
+    payload_deadline_s: float = 10.0
+    """How long a payload that a message names is looked for (a shared folder may show it late) before the message is refused."""
 
 
 class FoldRunner(Generic[S]):
@@ -187,7 +191,10 @@ class FoldRunner(Generic[S]):
             message = self._topic(subject).decode_at(self.broker.run, place, data)
             wanted = self.fold.wants(message)
             if wanted is not None:
-                self._load(wanted, await self._payload(wanted))
+                if await self._is_dead(record.sequence):  # though its payload was stored since
+                    self.sequence = record.sequence
+                    return
+                self._load(wanted, await self._look_for(wanted))
             outputs = self.fold.step(self.state, message)
         except (DecodeError, RefusedError) as error:
             await self._dead_letter(record.sequence, subject, data, error)
@@ -251,7 +258,39 @@ class FoldRunner(Generic[S]):
         self.metrics.gauges.update(gauges, folded_sequence=self.sequence)
 
     async def _payload(self, ref: PayloadRef) -> memoryview:
-        return ref.inline if ref.inline is not None else await self.broker.payloads.get(ref)
+        """The bytes of a wanted payload.
+
+        Raises:
+            DecodeError: they ride inside the message and are damaged, or are said to lie where no run has a store.
+            PayloadMissingError: the run's store lacks them.
+            DigestError: it holds other bytes.
+        """
+        try:
+            inside = inline_payload(ref)
+        except (PayloadMissingError, DigestError) as error:
+            raise DecodeError(str(error)) from error
+        return await self.broker.payloads.get(ref) if inside is None else inside
+
+    async def _look_for(self, ref: PayloadRef) -> memoryview:
+        """The bytes of a payload that was stored before the message that names it, so they are there or will never be.
+
+        Raises:
+            DecodeError, DigestError: as `_payload`.
+            RefusedError: the run's store lacks them.
+        """
+        until_s = anyio.current_time() + self.settings.payload_deadline_s
+        while True:
+            try:
+                return await self._payload(ref)
+            except PayloadMissingError as error:
+                if anyio.current_time() >= until_s:
+                    raise RefusedError(f"{error}; store it and retry the message") from error
+            self.metrics.wait_for(f"payload {ref.id} of {ref.size_bytes} bytes, which the store lacks")
+            await anyio.sleep(PAYLOAD_PERIOD_S)
+
+    async def _is_dead(self, sequence: int) -> bool:
+        """Whether this fold, in an earlier life, made the message at `sequence` a dead letter: then it stays one."""
+        return await self.broker.get(DEAD_LETTER.subject_of(self.broker.run, self.fold.name, sequence)) is not None
 
     async def _publish(self, output: Output) -> None:
         topic = self._topics.get(type(output.message))

@@ -126,7 +126,7 @@ class Workers:
 
     def __init__(self, broker: Broker, weights_dir: Path) -> None:
         log, payloads = RunLog(broker), RunPayloads(broker)
-        never = FoldSettings(checkpoint_every=10**9, checkpoint_period_s=3600.0)
+        never = FoldSettings(checkpoint_every=10**9, checkpoint_period_s=3600.0, payload_deadline_s=0.0)
         settings = RunnerSettings(consumer=ConsumerSettings(ack_wait_s=60.0))
         bound = (
             bind(fan_out),

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from broker.api import Record
 from broker.memory import MemoryBroker, MemoryServer
 from pipeline.errors import FoldDivergedError
 from pipeline.fold import FoldRunner, FoldSettings, Output, replay
 from pipeline.metrics import Metrics
-from schemas.messages.sampling import GroupClosed, GroupIssued
-from schemas.payload import PayloadRef, run_ref
-from schemas.topics import DEAD_LETTER, GROUP_CLOSED, GROUP_ISSUED
+from schemas.messages.sampling import GroupClosed, GroupIssued, StreamListed
+from schemas.payload import PayloadRef, inline_ref, run_ref
+from schemas.topics import DEAD_LETTER, GROUP_CLOSED, GROUP_ISSUED, STREAM_LISTED
 
 
 class CounterState(msgspec.Struct, kw_only=True):
@@ -113,6 +114,87 @@ async def test_an_undecodable_message_is_skipped_and_dead_lettered_once(broker, 
     assert [m.num_slots for m in await log.messages(GROUP_CLOSED)] == [2, 4]
     (letter,) = await log.messages(DEAD_LETTER)
     assert letter.stage == "counter"
+
+
+class Lister(Counter):
+    """Reads the rows of every stream that is listed."""
+
+    name = "lister"
+    consumes = (STREAM_LISTED,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[bytes] = []
+
+    def wants(self, message: msgspec.Struct) -> PayloadRef | None:
+        assert isinstance(message, StreamListed)
+        return message.rows
+
+    def load(self, ref: PayloadRef, data: memoryview) -> None:
+        self.loaded.append(bytes(data))
+
+    def step(self, state: CounterState, message: msgspec.Struct) -> list[Output]:
+        state.total += 1
+        return []
+
+
+async def list_streams(broker: MemoryBroker, *refs: PayloadRef) -> None:
+    for number, ref in enumerate(refs):
+        listed = StreamListed(stream=f"s{number}", rows=ref, num_rows=1, weight=1.0)
+        await broker.publish(STREAM_LISTED.subject("demo", listed), STREAM_LISTED.encode(listed))
+
+
+async def test_payloads_that_are_damaged_inside_their_message_make_it_a_dead_letter(broker, metrics, log) -> None:
+    whole = inline_ref(b"rows")
+    damaged = (
+        msgspec.structs.replace(whole, inline=memoryview(b"rowz")),
+        msgspec.structs.replace(whole, inline=None),
+        msgspec.structs.replace(whole, size_bytes=5),
+        msgspec.structs.replace(whole, store="inlime", inline=None),
+    )
+    await list_streams(broker, *damaged, whole)
+    fold = Lister()
+    runner = FoldRunner(fold, broker, metrics)
+    async with broker.read([STREAM_LISTED.filter("demo")], follow=False) as records:
+        async for record in records:
+            await runner.fold_record(record)
+    assert fold.loaded == [b"rows"]
+    assert runner.state.total == 1
+    letters = await log.messages(DEAD_LETTER)
+    assert [(letter.sequence, letter.reason) for letter in letters] == [(n, "undecodable") for n in range(1, 5)]
+
+
+async def the_record(broker: MemoryBroker) -> Record:
+    async with broker.read([STREAM_LISTED.filter("demo")], follow=False) as records:
+        return await anext(aiter(records))
+
+
+async def test_a_message_whose_payload_was_never_stored_is_refused_and_stays_so_when_it_is_folded_again(
+    broker, metrics, log
+) -> None:
+    await list_streams(broker, run_ref(b"never stored"))
+    record, settings = await the_record(broker), FoldSettings(payload_deadline_s=0.0)
+    first = FoldRunner(Lister(), broker, metrics, settings)
+    await first.fold_record(record)
+    await broker.payloads.put(b"never stored")
+    second = FoldRunner(Lister(), broker, metrics, settings)
+    await second.fold_record(record)
+    (letter,) = await log.messages(DEAD_LETTER)
+    assert (letter.reason, letter.sequence) == ("refused", record.sequence)
+    assert (first.state, second.state) == (CounterState(), CounterState())
+    assert first.sequence == second.sequence == record.sequence
+
+
+async def test_a_payload_that_is_seen_late_is_waited_for(broker, metrics, log, wait_until) -> None:
+    await list_streams(broker, run_ref(b"late"))
+    fold = Lister()
+    runner = FoldRunner(fold, broker, metrics, FoldSettings(payload_deadline_s=60.0))
+    record = await the_record(broker)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(runner.fold_record, record)
+        await wait_until(lambda: "which the store lacks" in metrics.report().waiting_for)
+        await broker.payloads.put(b"late")
+    assert (fold.loaded, await log.messages(DEAD_LETTER)) == ([b"late"], [])
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.sets(st.integers(0, 12)), st.sets(st.integers(0, 12)))
