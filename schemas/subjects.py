@@ -6,6 +6,7 @@ subject is the identity of the message: it is created once, and every reader tak
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
@@ -108,7 +109,7 @@ def refuse_non_finite(value: object, path: str) -> None:
         if value != value or value in (float("inf"), float("-inf")):  # noqa: PLR0124 - the test for NaN
             raise NonFiniteError(f"{path}: expected a finite number or None, found {value}")
     elif isinstance(value, msgspec.Struct):
-        for name in value.__struct_fields__:
+        for name in _fields_with_floats(type(value)):
             refuse_non_finite(getattr(value, name), f"{path}.{name}")
     elif isinstance(value, (list, tuple)):
         items: list[object] | tuple[object, ...] = value
@@ -122,7 +123,7 @@ def refuse_non_finite(value: object, path: str) -> None:
 
 def _holds_floats(kind: msgspec.inspect.Type, seen: frozenset[type]) -> bool:
     match kind:
-        case msgspec.inspect.FloatType() | msgspec.inspect.AnyType():
+        case msgspec.inspect.FloatType() | msgspec.inspect.AnyType() | msgspec.inspect.CustomType():
             return True
         case msgspec.inspect.UnionType(types=members):
             return any(_holds_floats(member, seen) for member in members)
@@ -133,16 +134,17 @@ def _holds_floats(kind: msgspec.inspect.Type, seen: frozenset[type]) -> bool:
         case msgspec.inspect.DictType(key_type=key, value_type=value):
             return _holds_floats(key, seen) or _holds_floats(value, seen)
         case msgspec.inspect.StructType(cls=cls, fields=fields):
-            return cls not in seen and any(_holds_floats(field.type, seen | {cls}) for field in fields)
+            return cls in seen or any(_holds_floats(field.type, seen | {cls}) for field in fields)
         case _:
             return False
 
 
+@functools.cache
 def _fields_with_floats(message: type[msgspec.Struct]) -> tuple[str, ...]:
     """The fields in which a float could hide, so that the others cost nothing to check."""
     info = msgspec.inspect.type_info(message)
     if not isinstance(info, msgspec.inspect.StructType):
-        raise TypeError(f"a topic carries a msgspec.Struct: found {message!r}")
+        raise TypeError(f"expected a msgspec.Struct, found {message!r}")
     return tuple(field.name for field in info.fields if _holds_floats(field.type, frozenset({message})))
 
 

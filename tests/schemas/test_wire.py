@@ -10,6 +10,7 @@ from schemas.errors import DecodeError, DigestError, NonFiniteError
 from schemas.messages.rollout import EpisodeClass, EpisodeEnded
 from schemas.messages.sampling import Tick
 from schemas.payload import check_payload, inline_ref, run_ref
+from schemas.subjects import Topic
 from schemas.topics import EPISODE_ENDED, FOLD_TICK, TOPICS, topic_named
 
 GOLDEN = Path(__file__).parent / "golden_messages.json"
@@ -50,6 +51,32 @@ def test_a_non_finite_number_is_refused_where_it_is_written(bad: float) -> None:
         EPISODE_ENDED.encode(ended(score=bad))
     with pytest.raises(NonFiniteError, match=r"turn_rewards\['i1'\]"):
         EPISODE_ENDED.encode(ended(turn_rewards={"i1": bad}))
+
+
+class _Inner(msgspec.Struct):
+    name: str
+    value: float | None = None
+    children: list[_Inner] = []
+    anything: object = None
+
+
+class _Outer(msgspec.Struct):
+    ordinal: int
+    inners: list[_Inner]
+
+
+@pytest.mark.parametrize(
+    ("inner", "path"),
+    [
+        (_Inner(name="a", value=float("nan")), r"_Outer\.inners\[1\]\.value"),
+        (_Inner(name="a", children=[_Inner(name="b", value=float("inf"))]), r"inners\[1\]\.children\[0\]\.value"),
+        (_Inner(name="a", anything={"x": [float("-inf")]}), r"inners\[1\]\.anything\['x'\]\[0\]"),
+    ],
+)
+def test_a_non_finite_number_is_found_however_deep_it_lies(inner: _Inner, path: str) -> None:
+    topic = Topic("deep.numbers", _Outer, lambda outer: (outer.ordinal,), "ordinal")
+    with pytest.raises(NonFiniteError, match=path):
+        topic.encode(_Outer(ordinal=1, inners=[_Inner(name="fine", value=1.0), inner]))
 
 
 @pytest.mark.parametrize("score", [None, 0.0, -1.5, 1e300])
