@@ -106,6 +106,7 @@ def permissions(
         f"{api}.CONSUMER.LIST.{log}",
     ]
     keep_state = [f"{names.state_prefix}>", f"{api}.DIRECT.GET.{state}.{names.state_prefix}>"]
+    keep_state += [f"{api}.STREAM.INFO.{state}"]
     say_present = [f"{names.state_prefix}presence.>"]
     take = [
         subject
@@ -118,14 +119,21 @@ def permissions(
     ]
     places = [f"{names.talk_prefix}>", *(f"{prefix}.{run}.>" for prefix in TALK)]
     talk = places
-    hear = [f"{inbox_prefix(user)}.>", *places]
-    hold = [f"{names.state_prefix}{HOLDS}.>", f"{api}.DIRECT.GET.{state}.{names.state_prefix}{MARK}"]
+    elected = [f"$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.{stream}" for stream in (log, state, payloads)]
+    elected += [f"$JS.EVENT.ADVISORY.CONSUMER.LEADER_ELECTED.{stream}.*" for stream in (log, state, payloads)]
+    hear = [f"{inbox_prefix(user)}.>", *places, *elected]
+    know_state = f"{api}.STREAM.INFO.{state}"
+    hold = [
+        f"{names.state_prefix}{HOLDS}.>",
+        f"{api}.DIRECT.GET.{state}.{names.state_prefix}{MARK}",
+        know_state,
+    ]
     match role:
         case Role.WORKER | Role.GATEWAY:
             publish = [*own, *get_own, *take, *read_payloads, *write_payloads, *say_present, *know, *talk]
         case Role.ROLLOUT:
             tell = [f"{names.state_prefix}{key}.>" for key in NODE_KEYS]
-            state_read = [f"{api}.DIRECT.GET.{state}.{names.state_prefix}>", f"{api}.STREAM.INFO.{state}"]
+            state_read = [f"{api}.DIRECT.GET.{state}.{names.state_prefix}>", know_state]
             forget = f"{api}.CONSUMER.DELETE.{log}.*"
             publish = [*own, *read_log, forget, *take, *tell, *state_read, *hold]
             publish += [*read_payloads, *write_payloads, *know, *talk]
@@ -138,7 +146,7 @@ def permissions(
             purge = [f"{api}.STREAM.PURGE.{stream}" for stream in (log, state, payloads)]
             forget = f"{api}.CONSUMER.DELETE.{log}.*"
             list_payloads = [f"{api}.CONSUMER.{what}.{payloads}.*" for what in ("CREATE", "INFO", "MSG.NEXT", "DELETE")]
-            publish = [*own, *read_log, forget, *keep_state, f"{api}.STREAM.INFO.{state}", *purge, *list_payloads]
+            publish = [*own, *read_log, forget, *keep_state, *purge, *list_payloads]
             publish += [*read_payloads, *write_payloads, *know, *talk]
         case Role.OPERATOR:
             publish = [

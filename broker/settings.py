@@ -37,7 +37,9 @@ class ConnectSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ping_interval_s: float = 5.0
     """A server that misses two of these is given up and connected anew."""
     request_timeout_s: float = 2.0
-    """One question to the server; unanswered it is asked again, with twice the patience each time."""
+    """One question to the server; unanswered it is asked again, and an answer to any of its askings counts. In a cluster it is
+    asked again as soon as a leader is elected.
+    """
     publish_deadline_s: float = 30.0
     """A publish gives up after this long without a confirmation."""
     max_in_flight: int = 4096

@@ -15,8 +15,12 @@ import msgspec
 from broker.errors import BrokerError, NotConnectedError
 from broker.jetstream.headers import status_of
 from broker.jetstream.link import Link, LinkLostError, NoAnswerError
+from broker.jetstream.questions import Again
 
 RETRY_WAIT_S = 0.1
+AGAIN_S = 1.0
+"""An unanswered question is asked again after so long, or after `request_timeout_s` where that is less: it is small, and a
+cluster that had no leader has one perhaps."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -75,14 +79,14 @@ async def call(link: Link, subject: str, body: object, kind: type[T], *, deadlin
     data = b"" if body is None else msgspec.json.encode(body)
     limit_s = link.settings.publish_deadline_s if deadline_s is None else deadline_s
     until_s = time.monotonic() + limit_s
-    timeout_s = link.settings.request_timeout_s
+    patience_s = min(AGAIN_S, link.settings.request_timeout_s)
     while True:
-        await link.wait_connected(max(0.0, until_s - time.monotonic()))
+        left_s = max(0.0, until_s - time.monotonic())
+        await link.wait_connected(left_s)
         try:
-            answer = await link.ask(f"$JS.API.{subject}", data, timeout_s=min(timeout_s, limit_s))
+            answer = await link.ask(f"$JS.API.{subject}", data, timeout_s=left_s, again=Again(patience_s, patience_s))
         except (LinkLostError, NoAnswerError):
             reason = "no answer"
-            timeout_s *= 2
         else:
             if status_of(answer.headers) != 503:
                 error = _error_decoder.decode(answer.data).error

@@ -192,6 +192,9 @@ async def open_broker(
         if create:
             await Admin(link).apply(run_topology(run, limits))
         info = await _stream(link, names.log_stream)
+        if info.config.num_replicas > 1:
+            await link.follow_leaders({names.log_stream: names.log_prefix, names.state_stream: names.state_prefix})
+            await payload_link.follow_leaders({names.payload_stream: names.payload_prefix})
         payloads = (
             DirectoryPayloads(
                 settings.payload_dir, fsync=settings.payload_fsync, renew_after_s=settings.payload_renew_after_s

@@ -1,6 +1,7 @@
 """A connection that is renewed for ever, and questions on it that always end: with an answer, with its loss, or late.
 
-Its state can be seen at any time. It must not know what is asked.
+Its state can be seen at any time. In a cluster it hears when a leader is elected, and asks it at once what nobody had
+answered. It must not know what is asked.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import itertools
 import re
 import secrets
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, TypeVar
 
 import anyio
 import msgspec
@@ -21,9 +22,11 @@ from nats.aio.subscription import Subscription
 
 from broker.errors import NotAllowedError, NotConnectedError
 from broker.jetstream.headers import LINE
+from broker.jetstream.questions import Again, Answer, Question, concerning
 from broker.jetstream.wire import Handler, WireClient
 from broker.settings import ConnectSettings
 
+C = TypeVar("C")
 SWEEP_S: Final = 0.25
 """How exactly the deadlines of questions are kept."""
 _PERMISSION: Final = re.compile(
@@ -31,15 +34,13 @@ _PERMISSION: Final = re.compile(
 )
 BUFFER_HIGH_BYTES: Final = 4 * 1024 * 1024
 """More than this unsent makes senders wait."""
+PARTS_FROM_BYTES: Final = 16 * 1024
 BUFFER_AWAY_BYTES: Final = 2 * 1024 * 1024
 """While away, commands that may be lost (acks) are kept up to this much."""
-
-
-class Answer(msgspec.Struct, frozen=True, gc=False):
-    """What came back on a question."""
-
-    data: bytes
-    headers: bytes | None
+ELECTED: Final = "$JS.EVENT.ADVISORY.{}.LEADER_ELECTED.{}"
+"""What a cluster tells when a stream (STREAM) or a consumer of it (CONSUMER) has a new leader."""
+LISTENS_S: Final = 0.05
+"""A leader is told of before it listens."""
 
 
 class ConnectionState(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +73,7 @@ class Link:
         self.log: structlog.stdlib.BoundLogger = structlog.get_logger("broker").bind(connection=name)
         self._inbox = f"{settings.inbox_prefix}.{secrets.token_hex(11)}"
         self._tokens = itertools.count()
-        self._waiting: dict[bytes, _Question] = {}
+        self._waiting: dict[bytes, Question] = {}
         self._refused: set[str] = set()
         self._connected = anyio.Event()
         self._since = time.time()
@@ -80,6 +81,10 @@ class Link:
         self._reconnects = 0
         self._on_reconnect: dict[int, Callable[[], None]] = {}
         self._on_sweep: dict[int, Callable[[], None]] = {}
+        self._on_elected: dict[int, Callable[[str], None]] = {}
+        self._prefixes: dict[str, str] = {}
+        self.replicated = False
+        """Whether its streams have replicas, which may lag: what one of them does not have may stand all the same."""
         self.fatal: NotConnectedError | None = None
         self.closing = False
         self._sweep: asyncio.TimerHandle | None = None
@@ -109,6 +114,39 @@ class Link:
         """Call `look` every SWEEP_S, until the returned function is called."""
         return _register(self._on_sweep, next(self._tokens), look)
 
+    def on_elected(self, wake: Callable[[str], None]) -> Callable[[], None]:
+        """Call `wake` with `<stream>.<consumer>` when a consumer has a new leader, until the returned function is called."""
+        return _register(self._on_elected, next(self._tokens), wake)
+
+    async def follow_leaders(self, streams: Mapping[str, str]) -> None:
+        """Hear of new leaders. Without the right to, what nobody answered is asked again in its own time.
+
+        Args:
+            streams: Stream → the prefix of the subjects that it stores.
+        """
+        self.replicated = True
+        for stream, prefix in streams.items():
+            self._prefixes[stream] = prefix
+            for subject in (ELECTED.format("STREAM", stream), ELECTED.format("CONSUMER", f"{stream}.*")):
+                try:
+                    await self.subscribe(subject, self._elected)
+                except NotAllowedError as error:
+                    self.log.debug("new leaders are not heard of", reason=str(error))
+
+    def _elected(self, subject: bytes, _reply: bytes, _data: bytes, _headers: bytes | None) -> None:
+        stream, _, consumer = subject.decode().split(".", 5)[5].partition(".")
+        self.log.debug("a leader was elected", stream=stream, consumer=consumer)
+        asyncio.get_running_loop().call_later(LISTENS_S, self._ask_new_leader, stream, consumer)
+
+    def _ask_new_leader(self, stream: str, consumer: str) -> None:
+        now_s = time.monotonic()
+        for question in concerning(self._waiting.values(), stream, self._prefixes[stream], consumer):
+            question.hurry(now_s)
+        self._ask_again(now_s)
+        if consumer:
+            for wake in list(self._on_elected.values()):
+                wake(f"{stream}.{consumer}")
+
     async def wait_connected(self, deadline_s: float) -> None:
         """Wait for the connection.
 
@@ -128,7 +166,13 @@ class Link:
         )
 
     async def ask(
-        self, subject: str, data: bytes | memoryview = b"", *, headers: bytes = b"", timeout_s: float
+        self,
+        subject: str,
+        data: bytes | memoryview = b"",
+        *,
+        headers: bytes = b"",
+        timeout_s: float,
+        again: Again | None = None,
     ) -> Answer:
         """Send a question and wait for its answer.
 
@@ -137,46 +181,52 @@ class Link:
             data: The question.
             headers: Header lines without the first line and the end.
             timeout_s: How long to wait for the answer.
+            again: When to send it again meanwhile; None: never.
 
         Raises:
             LinkLostError, NoAnswerError: unknown whether it was acted on.
         """
         token = b"%x" % next(self._tokens)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[token] = _Question(future, time.monotonic() + timeout_s, subject)
+        parts = _command(subject, f"{self._inbox}.{token.decode()}", data, headers)
+        question = Question(subject, parts, now_s=time.monotonic(), timeout_s=timeout_s, again=again)
+        self._waiting[token] = question
         try:
-            self._send(subject, f"{self._inbox}.{token.decode()}", data, headers)
+            self._put_question(question)
             if self.client.pending_data_size > BUFFER_HIGH_BYTES:
                 with anyio.move_on_after(timeout_s):
                     await self.client.written()
-            return await future
+            return await question.future
         finally:
             del self._waiting[token]
+
+    def _put_question(self, question: Question) -> None:
+        question.asked(time.monotonic())
+        self._send(question.parts)
+
+    def _ask_again(self, now_s: float) -> None:
+        for question in list(self._waiting.values()):
+            if not self.client.is_connected or self.client.pending_data_size > BUFFER_HIGH_BYTES:
+                return
+            if question.is_due(now_s):
+                self._put_question(question)
 
     def tell(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"") -> bool:
         """Send without waiting; False if it was dropped because the connection is away for long."""
         if not self.client.is_connected and self.client.pending_data_size > BUFFER_AWAY_BYTES:
             return False
-        self._send(subject, reply, data, headers)
+        self._send(_command(subject, reply, data, headers))
         return True
 
-    def _send(self, subject: str, reply: str, data: bytes | memoryview, headers: bytes) -> None:
-        if headers:
-            size = len(LINE) + 2 + len(headers) + 2
-            start = (
-                f"HPUB {subject} {reply} {size} {size + len(data)}\r\n".encode() + LINE + b"\r\n" + headers + b"\r\n"
-            )
+    def _send(self, parts: tuple[bytes | memoryview, ...]) -> None:
+        if len(parts) == 1:
+            self.client.send_nowait(bytes(parts[0]))
         else:
-            start = f"PUB {subject} {reply} {len(data)}\r\n".encode()
-        if len(data) < 16 * 1024:
-            self.client.send_nowait(b"%b%b\r\n" % (start, data))
-        else:
-            self.client.send_parts_nowait((start, data, b"\r\n"), len(start) + len(data) + 2)
+            self.client.send_parts_nowait(parts, sum(map(len, parts)))
 
     def _answered(self, subject: bytes, _reply: bytes, data: bytes, headers: bytes | None) -> None:
         question = self._waiting.get(subject[len(self._inbox) + 1 :])
-        if question is not None and not question.future.done():
-            question.future.set_result(Answer(data, headers))
+        if question is not None:
+            question.answer(data, headers)
 
     async def round_trip(self) -> None:
         """Wait until the server has seen all that was sent before.
@@ -218,6 +268,7 @@ class Link:
         for question in list(self._waiting.values()):
             if question.until_s < now:
                 question.fail(NoAnswerError())
+        self._ask_again(now)
         for look in list(self._on_sweep.values()):
             look()
         self.client.revive()
@@ -282,7 +333,7 @@ class Link:
                 question.fail(NotAllowedError(f"these credentials may not publish to {question.subject!r}"))
 
 
-def _register(calls: dict[int, Callable[[], None]], key: int, call: Callable[[], None]) -> Callable[[], None]:
+def _register(calls: dict[int, C], key: int, call: C) -> Callable[[], None]:
     calls[key] = call
 
     def forget() -> None:
@@ -291,17 +342,11 @@ def _register(calls: dict[int, Callable[[], None]], key: int, call: Callable[[],
     return forget
 
 
-class _Question:
-    """A question that waits for its answer."""
-
-    __slots__ = ("future", "subject", "until_s")
-
-    def __init__(self, future: asyncio.Future[Answer], until_s: float, subject: str) -> None:
-        self.future = future
-        self.until_s = until_s
-        self.subject = subject
-
-    def fail(self, error: Exception) -> None:
-        """End it without an answer."""
-        if not self.future.done():
-            self.future.set_exception(error)
+def _command(subject: str, reply: str, data: bytes | memoryview, headers: bytes) -> tuple[bytes | memoryview, ...]:
+    """A protocol command, in parts where the data is large, so that it isn't copied."""
+    if headers:
+        size = len(LINE) + 2 + len(headers) + 2
+        start = f"HPUB {subject} {reply} {size} {size + len(data)}\r\n".encode() + LINE + b"\r\n" + headers + b"\r\n"
+    else:
+        start = f"PUB {subject} {reply} {len(data)}\r\n".encode()
+    return (b"%b%b\r\n" % (start, data),) if len(data) < PARTS_FROM_BYTES else (start, data, b"\r\n")

@@ -14,9 +14,10 @@ from broker.api import StoredPayload
 from broker.errors import PayloadMissingError
 from broker.jetstream.api import call
 from broker.jetstream.headers import header
-from broker.jetstream.link import Answer, Link
+from broker.jetstream.link import Link
 from broker.jetstream.parallel import for_each
 from broker.jetstream.publish import Gate, get_last_answer, send, stored_from
+from broker.jetstream.questions import Answer
 from broker.jetstream.read import read
 from broker.naming import RunNames, inline_payload
 from broker.shapes import Purged, StreamInfo

@@ -21,6 +21,7 @@ from broker.api import Published, Record
 from broker.errors import (
     BrokerError,
     NoSuchStreamError,
+    NotAllowedError,
     NotConnectedError,
     PublishTimeoutError,
     StoreFullError,
@@ -28,12 +29,18 @@ from broker.errors import (
 )
 from broker.jetstream.api import RETRY_WAIT_S, ApiError, Code, ErrorBody, call
 from broker.jetstream.headers import LINE, header, read_headers, status_of, write_headers
-from broker.jetstream.link import Answer, Link, LinkLostError, NoAnswerError
+from broker.jetstream.link import Link, LinkLostError, NoAnswerError
+from broker.jetstream.questions import Again, Answer
 from broker.shapes import StreamInfo
 
 _TAKEN: Final = (Code.WRONG_LAST_SEQUENCE, Code.WRONG_LAST_SEQUENCE_IN_PROCESS)
 LOOK_S: Final = 0.5
 """How long to look for the reason why no stream took a message before it is sent again."""
+MOST_PATIENCE: Final = 2
+"""A publish without a confirmation is sent again after `request_timeout_s`, then each time after so many times as long: a
+server that is only slow must not be sent ever more, and one that was elected meanwhile must not be waited for in vain."""
+STANDS_WAIT_S: Final = 0.05
+"""Between two looks for what stands on the leader and not yet on the replica that was asked."""
 _FRAME_BYTES: Final = len(LINE) + 4
 _CREATE: Final = b"Nats-Expected-Last-Subject-Sequence: 0\r\nNats-Msg-Id: %b\r\n"
 
@@ -111,16 +118,17 @@ async def send(link: Link, subject: str, data: bytes | memoryview, head: bytes, 
         PublishTimeoutError, NotConnectedError, StoreFullError, NoSuchStreamError.
     """
     tried = False
-    timeout_s = link.settings.request_timeout_s
+    first_s = link.settings.request_timeout_s
+    again = Again(first_s, MOST_PATIENCE * first_s)
     while True:
-        await link.wait_connected(until_s - time.monotonic())
+        left_s = until_s - time.monotonic()
+        await link.wait_connected(left_s)
         try:
-            answer = await link.ask(subject, data, headers=head, timeout_s=timeout_s)
+            answer = await link.ask(subject, data, headers=head, timeout_s=left_s, again=again)
         except (LinkLostError, NoAnswerError):
             tried, reason, pause_s = True, "no confirmation", 0.0
-            timeout_s *= 2  # a server that is only slow must not be asked ever more often
         else:
-            pause_s = RETRY_WAIT_S
+            tried, pause_s = tried or answer.times_asked > 1, RETRY_WAIT_S
             if status_of(answer.headers) != 503:
                 ack = _ack_decoder.decode(answer.data)
                 if ack.error is None or ack.error.err_code in _TAKEN:
@@ -187,20 +195,35 @@ async def get_last_answer(link: Link, stream: str, subject: str) -> Answer | Non
     until_s = time.monotonic() + link.settings.publish_deadline_s
     while True:
         await link.wait_connected(until_s - time.monotonic())
+        pause_s = RETRY_WAIT_S
         try:
             answer = await link.ask(f"$JS.API.DIRECT.GET.{stream}.{subject}", timeout_s=link.settings.request_timeout_s)
         except (LinkLostError, NoAnswerError):
             reason = "no answer"
         else:
             status = status_of(answer.headers)
-            if status == 404:
-                return None
             if status == 0:
                 return answer
-            reason = await _why_nobody_listens(link, subject)
+            if status != 404:
+                reason = await _why_nobody_listens(link, subject)
+            elif await _leader_has(link, stream, subject):
+                reason, pause_s = "the leader has it, and no replica that was asked", STANDS_WAIT_S
+            else:
+                return None
         if time.monotonic() >= until_s:
             raise PublishTimeoutError(f"{subject!r}: {reason} within {link.settings.publish_deadline_s} s")
-        await anyio.sleep(RETRY_WAIT_S)
+        await anyio.sleep(pause_s)
+
+
+async def _leader_has(link: Link, stream: str, subject: str) -> bool:
+    """Whether something stands there though a replica does not have it: replicas confirm by majority, and one may lag."""
+    if not link.replicated:
+        return False
+    try:
+        info = await call(link, f"STREAM.INFO.{stream}", {"subjects_filter": subject}, StreamInfo)
+    except NotAllowedError:
+        return False
+    return bool(info.state.subjects)
 
 
 def stored_from(answer: Answer) -> Stored:
@@ -210,7 +233,7 @@ def stored_from(answer: Answer) -> Stored:
         record=Record(
             subject=header(block, b"Nats-Subject") or "",
             sequence=int(header(block, b"Nats-Sequence") or 0),
-            data=answer.data,
+            data=bytes(answer.data),
             unix_time_s=unix_time_s(header(block, b"Nats-Time-Stamp") or ""),
             headers=read_headers(block),
         ),

@@ -90,6 +90,7 @@ class Pull:
         self._forget = [
             self._link.on_reconnect(self._renewed),
             self._link.on_sweep(self._look),
+            self._link.on_elected(self._elected),
         ]
         self._consumer = await self._recover("")
         self._rearm()
@@ -148,6 +149,12 @@ class Pull:
             self._rearm()
         else:
             self.trouble("the connection was renewed")
+
+    def _elected(self, consumer: str) -> None:
+        """The consumer has a new leader, which knows nothing of what was asked for."""
+        if consumer == self._consumer and not self._trouble:
+            self._link.log.info("pulling again", consumer=consumer, reason="its leader is new")
+            self._rearm()
 
     def _keep_queued(self) -> None:
         """A message that waits here for a free handler must not be taken for lost and handed to others."""

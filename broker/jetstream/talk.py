@@ -70,10 +70,11 @@ async def request(link: Link, subject: str, data: bytes, deadline_s: float) -> b
             except (LinkLostError, NoAnswerError):
                 break
             if status_of(answer.headers) != 503:
+                found = bytes(answer.data)
                 if header(answer.headers, FAILED) is not None:
-                    text = answer.data.decode("utf-8", "replace")
+                    text = found.decode("utf-8", "replace")
                     raise RequestFailedError(f"{subject!r} was answered with an error: {text}")
-                return answer.data
+                return found
             await anyio.sleep(_NOBODY_WAIT_S)
     raise NotConnectedError(f"expected an answer on {subject!r} within {deadline_s} s, found none")
 

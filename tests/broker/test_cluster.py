@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
@@ -14,8 +15,9 @@ from broker.api import ConsumerSettings
 from broker.conformance.asserting import wait_until
 from broker.connect import connect, open_admin
 from broker.embedded import find_binary
-from broker.errors import BrokerError
+from broker.errors import BrokerError, PayloadMissingError
 from broker.topology import RunLimits
+from schemas.payload import PayloadRef
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 LIMITS = RunLimits(replicas=3, log_max_bytes=2**28, payload_max_bytes=2**28, state_max_bytes=2**24)
@@ -125,3 +127,38 @@ async def test_one_of_three_nodes_dies_and_returns_10_times_and_nothing_is_lost(
         await wait_until(all_done, "every message handled, every result stored once")
         assert read == sorted(set(read))
         tasks.cancel_scope.cancel()
+
+
+async def test_what_is_confirmed_is_read_at_once_from_every_node(cluster, run):
+    """A majority confirms, so one replica may lag: it must not be taken for the whole store."""
+
+    async def ready() -> bool:
+        try:
+            async with open_admin(cluster.url) as admin:
+                await admin.runs()
+        except BrokerError:
+            return False
+        return True
+
+    await wait_until(ready, "a leader")
+    async with AsyncExitStack() as stack:
+        brokers = [
+            await stack.enter_async_context(connect(url, run, create=True, limits=LIMITS))
+            for url in cluster.url.split(",")
+        ]
+
+        async def put_and_get(worker: int) -> None:
+            for number in range(300):
+                data = f"{worker}-{number}".encode()
+                ref = await brokers[worker % 3].payloads.put(data)
+                assert bytes(await brokers[(worker + number) % 3].payloads.get(ref)) == data
+                subject = f"hr.{run}.a.b.{worker}-{number}"
+                await brokers[worker % 3].publish(subject, data)
+                assert await brokers[(worker + number) % 3].get(subject) is not None
+
+        async with anyio.create_task_group() as tasks:
+            for worker in range(6):
+                tasks.start_soon(put_and_get, worker)
+        with pytest.raises(PayloadMissingError):
+            await brokers[0].payloads.get(PayloadRef(store="run", id="0" * 32, size_bytes=1))
+        assert await brokers[0].get(f"hr.{run}.a.b.never") is None
