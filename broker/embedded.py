@@ -56,9 +56,16 @@ class EmbeddedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     route_port: int = 0
     """Where the other nodes of a cluster come to; 0: it is a server alone."""
     routes: tuple[str, ...] = ()
-    """nats://host:port of every node of the cluster."""
+    """nats://host:port of every other node of the cluster."""
     route_login: bool = False
     """Nodes of the cluster log in at each other with the token, which is then the same on all of them."""
+    tls_cert_file: str = ""
+    """Its certificate, for the address where it listens; for client use, too, where it has routes. Empty: no TLS."""
+    tls_key_file: str = ""
+    tls_ca_file: str = ""
+    """Authority of the certificates that the other nodes of its cluster show."""
+    tls_verify_clients: bool = False
+    """Clients, too, must show a certificate of that authority."""
     start_deadline_s: float = 30.0
     stop_deadline_s: float = 10.0
 
@@ -77,7 +84,8 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """Where it listens; without the token."""
-        return f"nats://{_bracketed(self.settings.host)}:{self._port}"
+        scheme = "tls" if self.settings.tls_cert_file else "nats"
+        return f"{scheme}://{_bracketed(self.settings.host)}:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -239,11 +247,14 @@ class EmbeddedServer:
             f"  max_file: {settings.max_store_bytes}",
             "}",
         ]
+        if settings.tls_cert_file:
+            lines.append(f"tls {{ {self._tls(verify=settings.tls_verify_clients)} }}")
         if settings.route_port:
             # Clients keep to the addresses that they were given.
+            tls = f"tls {{ {self._tls(verify=True)} }}, " if settings.tls_cert_file else ""
             lines.append(
                 f'cluster {{ name: headrace, listen: "{_bracketed(settings.host)}:{settings.route_port}", '
-                f"no_advertise: true, {self._routes()} }}"
+                f"no_advertise: true, {tls}{self._routes()} }}"
             )
         if settings.with_token:
             lines.append(f"authorization {{ token: {json.dumps(self._token())} }}")
@@ -258,6 +269,16 @@ class EmbeddedServer:
             login = f"authorization {{ user: headrace, password: {json.dumps(token)} }}, "
             routes = tuple(route.replace("://", f"://headrace:{token}@", 1) for route in routes)
         return f"{login}routes: [{', '.join(json.dumps(route) for route in routes)}]"
+
+    def _tls(self, *, verify: bool) -> str:
+        settings = self.settings
+        files = {
+            "cert_file": settings.tls_cert_file,
+            "key_file": settings.tls_key_file,
+            "ca_file": settings.tls_ca_file,
+        }
+        named = [f"{name}: {_quoted(Path(file).absolute())}" for name, file in files.items() if file]
+        return ", ".join([*named, f"verify: {str(verify).lower()}"])
 
     def _wanted_port(self) -> int:
         """The setting's port, else the one of last time if it is free, else any."""

@@ -3,6 +3,7 @@
 BrokerError
 ├── RetryableBrokerError           try again: the broker is away or slow
 │   ├── NotConnectedError
+│   ├── TooFewServersError         a stream wants more copies than servers are there now
 │   └── PublishTimeoutError        may have been stored: publish the same again
 ├── StoreFullError                 the log refuses new messages until something is purged
 ├── TooLargeError                  over max_payload: nothing was sent
@@ -29,6 +30,10 @@ class RetryableBrokerError(BrokerError):
 
 class NotConnectedError(RetryableBrokerError):
     """No connection to the broker within the deadline."""
+
+
+class TooFewServersError(RetryableBrokerError):
+    """A stream can't be made: it wants more copies than servers are there now."""
 
 
 class PublishTimeoutError(RetryableBrokerError):

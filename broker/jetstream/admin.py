@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
-from broker.errors import StoreFullError, TopologyError
+from broker.errors import StoreFullError, TooFewServersError, TopologyError
 from broker.jetstream.api import ApiError, Code, call
 from broker.jetstream.link import Link
 from broker.naming import run_names
@@ -152,6 +152,10 @@ class Admin:
         except ApiError as error:
             if error.err_code in (Code.INSUFFICIENT_STORAGE, Code.NO_SPACE):
                 raise StoreFullError(f"the server has no room for this limit: {error}. Lower max_bytes") from error
+            if error.err_code == Code.NO_PEERS:
+                raise TooFewServersError(
+                    f"a stream can't be made with so many copies (broker.replicas) before as many servers are there: {error}"
+                ) from error
             raise TopologyError(f"the server refuses: {error}") from error
 
     async def consumers(self, run: str) -> list[ConsumerInfo]:

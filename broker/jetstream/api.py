@@ -27,6 +27,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 class Code(IntEnum):
     """The server's error codes that make a difference here."""
 
+    NO_PEERS = 10005
+    """Fewer servers are there than copies are wanted."""
     NO_MESSAGE = 10037
     CONSUMER_NOT_FOUND = 10014
     INSUFFICIENT_STORAGE = 10047
