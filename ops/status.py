@@ -14,6 +14,8 @@ from ops.control import Standing, standing
 from ops.engines.listening import heard_engines
 from ops.logtools.dead import LetterState, letters
 from ops.logtools.sources import LiveSource
+from ops.nodes.roll import NodeLine, NodePresence, node_lines
+from ops.slurm import job_states
 from ops.troubles import Trouble, troubles
 from pipeline.metrics import REPORT_PREFIX, WorkerReport
 from pipeline.presence import dead_nodes, missing, obituary, roll_call
@@ -56,7 +58,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     dead: list[str] = []
     """Processes that vanished without a word, each with its node and batch job."""
     dead_nodes: list[str] = []
-    """Hosts of which no process is left."""
+    """Nodes, by name, of which no process is left; hosts, where no topology names them."""
+    nodes: list[NodeLine] = []
+    """Of a run with a topology."""
     is_running: bool = True
     """False: the run is over or stopped; this is what its log holds."""
     asked: Standing = Standing()
@@ -93,14 +97,20 @@ async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float
     reports: dict[tuple[str, str], WorkerReport] = {}
     engines: list[EngineAnnouncement] = []
 
+    lines: list[NodeLine] = []
+
     async def hear_engines() -> None:
         engines.extend(await heard_engines(broker, listen_s=listen_s))
+
+    async def ask_nodes() -> None:
+        lines.extend(await node_lines(broker, is_running=listen_s > 0))
 
     async with (
         anyio.create_task_group() as tasks,
         broker.listen(f"{REPORT_PREFIX}.{broker.run}.>") as announcements,
     ):
         tasks.start_soon(hear_engines)
+        tasks.start_soon(ask_nodes)
         with anyio.move_on_after(listen_s):
             async for _subject, data in announcements:
                 report = msgspec.msgpack.decode(data, type=WorkerReport)
@@ -122,7 +132,10 @@ async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float
     now = time.time()
     presences = await roll_call(broker)
     dead = missing(presences, heard=frozenset(worker for _, worker in reports), now=now)
-    obituaries, nodes = [obituary(one, now=now) for one in dead], dead_nodes(presences, dead)
+    jobs = await job_states({one.slurm_job for one in dead})
+    obituaries = [obituary(one, now=now, job_states=jobs) for one in dead]
+    silent_nodes = {line.node for line in lines if line.presence is NodePresence.GONE}
+    nodes = sorted({*dead_nodes(presences, dead), *silent_nodes})
     open_letters = Counter(
         service_of(letter.stage) for letter in await letters(LiveSource(broker)) if letter.state is LetterState.OPEN
     )
@@ -131,6 +144,7 @@ async def run_status(broker: Broker, stages: tuple[str, ...], *, listen_s: float
         unix_time_s=now,
         dead=obituaries,
         dead_nodes=nodes,
+        nodes=lines,
         troubles=troubles(
             [*watchdogs, *reports.values()],
             engines=engines,

@@ -38,8 +38,13 @@ def check_training(training: TrainingSection, *, estimator: str, steps: int | No
     ):
         if value < least:
             raise ConfigError(f"training.{name}: expected at least {least}, found {value}")
-    if training.checkpoint_timeout_s <= 0:
-        raise ConfigError(f"training.checkpoint_timeout_s: expected above 0, found {training.checkpoint_timeout_s:g}")
+    for name, value in (
+        ("checkpoint_timeout_s", training.checkpoint_timeout_s),
+        ("start_timeout_s", training.start_timeout_s),
+        ("node_silent_s", training.node_silent_s),
+    ):
+        if value <= 0:
+            raise ConfigError(f"training.{name}: expected above 0, found {value:g}")
     if training.schedule != "constant" and training.total_steps <= training.warmup_steps:
         raise ConfigError(
             f"training.total_steps: schedule {training.schedule} expected more than warmup_steps ({training.warmup_steps}), "

@@ -16,6 +16,7 @@ import structlog
 
 from broker.api import Broker
 from broker.errors import BrokerError
+from ops.nodes.roll import UNANSWERED, NodeCalls
 from ops.status import service_of
 from pipeline.metrics import REPORT_PERIOD_S, REPORT_PREFIX, Metrics, WorkerReport, report_subject
 from pipeline.presence import dead_nodes, missing, roll_call
@@ -45,11 +46,13 @@ class RunWatch:
         """Worker → when it was heard last, by `now`."""
         self._silent_after_s: Final = settings.silent_after_s
         self._away_since: float | None = None
+        self._calls: Final = NodeCalls(broker, silent_after_s=settings.silent_after_s)
 
     async def run(self) -> None:
         """For ever."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._listen)
+            tasks.start_soon(self._calls.run)
             while True:
                 await self.look()
                 await anyio.sleep(REPORT_PERIOD_S)
@@ -86,20 +89,23 @@ class RunWatch:
         )
 
     async def _count_nodes(self) -> None:
-        """Tell nodes of which no process is left."""
+        """Tell nodes of which no process is left, or whose supervisor is silent."""
         presences, now_s = await roll_call(self._broker), self._now()
         heard = {worker for worker, heard_s in self._heard.items() if now_s - heard_s <= self._silent_after_s}
-        gone = dead_nodes(presences, missing(presences, heard=frozenset(heard), now=time.time()))
+        without_process = dead_nodes(presences, missing(presences, heard=frozenset(heard), now=time.time()))
+        gone = dict.fromkeys(self._calls.gone(), UNANSWERED) | dict.fromkeys(
+            without_process, "none of its processes is left"
+        )
         for held in (self.metrics.gauges, self.metrics.labels):
             for key in [
                 key for key in held if key.startswith(GONE_PREFIX) and key.removeprefix(GONE_PREFIX) not in gone
             ]:
                 del held[key]
-        for node in gone:
+        for node, text in gone.items():
             if GONE_PREFIX + node not in self.metrics.gauges:
                 log.warning("a node is gone", node=node)
             self.metrics.gauges[GONE_PREFIX + node] = 1.0
-            self.metrics.labels[GONE_PREFIX + node] = "none of its processes is left"
+            self.metrics.labels[GONE_PREFIX + node] = text
 
     async def _listen(self) -> None:
         async with self._broker.listen(f"{REPORT_PREFIX}.{self._broker.run}.>") as announcements:

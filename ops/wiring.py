@@ -4,6 +4,7 @@ sampling · fan_out · arena_launch · rewards · assembly · weights      light
 gateway                                                               with the built-in or scripted engine in it, or the router
 engine                                                                one process per vLLM or SGLang server
 trainer                                                               one process per rank
+ranks                                                                 starts a node's ranks of a trainer over several nodes
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ def _service(stage: str) -> Callable[[WorkerContext], Awaitable[None]]:
             from ops.workers.trainer import run_trainer  # noqa: PLC0415 - see above
 
             return run_trainer
+        case "ranks":
+            from ops.workers.ranks import run_ranks  # noqa: PLC0415 - see above
+
+            return run_ranks
         case _:
             raise ConfigError(f"stage {stage!r}: expected one of {', '.join(STAGES)}")
 

@@ -38,6 +38,8 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[str]
     host: str
     pid: int
+    node: str = ""
+    """The topology's name of its node; empty: a run on one machine."""
     slurm_job: str = ""
     since_unix_s: float
     renewed_unix_s: float
@@ -50,6 +52,11 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
         """As its reports name it."""
         return f"{self.host}:{self.pid}"
 
+    @property
+    def place(self) -> str:
+        """The node by its name, else the host."""
+        return self.node or self.host
+
 
 class PresenceLease:
     """This process's lease: `keep` it beside the work, `leave` at a good end."""
@@ -61,6 +68,7 @@ class PresenceLease:
         stages: Sequence[str],
         *,
         now: WallClock,
+        node: str = "",
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._broker: Final = broker
@@ -71,6 +79,7 @@ class PresenceLease:
             stages=list(stages),
             host=socket.gethostname(),
             pid=os.getpid(),
+            node=node,
             slurm_job=environ.get(_SLURM_JOB, ""),
             since_unix_s=now(),
             renewed_unix_s=now(),
@@ -110,7 +119,7 @@ async def roll_call(broker: Broker) -> list[Presence]:
     """Every process that did not end in good order, living or dead."""
     found = await broker.list_state(_PREFIX)
     presences = [msgspec.msgpack.decode(data, type=Presence) for data, _ in found.values()]
-    return sorted((one for one in presences if not one.left), key=lambda one: (one.host, one.slot))
+    return sorted((one for one in presences if not one.left), key=lambda one: (one.place, one.slot))
 
 
 async def forget_missing(broker: Broker, *, now: float) -> None:
@@ -133,13 +142,21 @@ def missing(presences: Sequence[Presence], *, heard: frozenset[str], now: float)
 
 
 def dead_nodes(presences: Sequence[Presence], dead: Sequence[Presence]) -> list[str]:
-    """Hosts of which no process is left. Pure."""
-    living = {one.host for one in presences if one not in dead}
-    return sorted({one.host for one in dead} - living)
+    """Nodes, by name, of which no process is left; hosts, where no topology names them. Pure."""
+    living = {one.place for one in presences if one not in dead}
+    return sorted({one.place for one in dead} - living)
 
 
-def obituary(dead: Presence, *, now: float) -> str:
-    """One dead process in words."""
-    job = f", Slurm job {dead.slurm_job}" if dead.slurm_job else ""
+def obituary(dead: Presence, *, now: float, job_states: Mapping[str, str] = {}) -> str:
+    """One dead process in words.
+
+    Args:
+        now: the wall clock, seconds since 1970.
+        job_states: Slurm job → what Slurm says of it. A job that COMPLETED is as dead as one that failed: no process of it said an end.
+    """
+    state = job_states.get(dead.slurm_job, "")
+    job = f", Slurm job {dead.slurm_job}{f' {state}' if state else ''}" if dead.slurm_job else ""
     stages = " + ".join(dead.stages)
-    return f"{stages} on {dead.host} (pid {dead.pid}{job}): not seen for {now - dead.renewed_unix_s:.0f} s, no word of an end"
+    where = f"node {dead.node} ({dead.host}" if dead.node else f"{dead.host} ("
+    pid = f", pid {dead.pid}" if dead.node else f"pid {dead.pid}"
+    return f"{stages} on {where}{pid}{job}): not seen for {now - dead.renewed_unix_s:.0f} s, no word of an end"

@@ -271,6 +271,9 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Checkpoints of every so many steps are kept for good; the log need not reach back to them. 0 = none."""
     async_checkpoints: bool = True
     """Go on training while a checkpoint is written."""
+    checkpoint_dir: str = ""
+    """Folder in which the run has one of its id for checkpoints; empty = `checkpoints` of the run's folder. Of a trainer over several nodes:
+    one that all of them share."""
     checkpoint_timeout_s: float = 600.0
     """A rank that has written its part of a checkpoint waits so long for the others, then ends with the name of what it waits for."""
     dtype: str = "float32"
@@ -303,6 +306,10 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lease_s: float = 30.0
     """A trainer that has not renewed its lease for this long may be replaced."""
     collective_timeout_s: float = 30.0
+    start_timeout_s: float = 300.0
+    """How long a rank waits for the others to start."""
+    node_silent_s: float = 10.0
+    """Trainer over several nodes: a node that says nothing for so long is given up, and the ranks of the others with it."""
     weights_through_store: bool = True
     """Put each version's file into the payload store, for engines that don't share the run's folder."""
     keep_weight_versions: int = 4

@@ -66,7 +66,8 @@ def _print(found: RunStatus, console: Console) -> None:
         told = f"{found.asked.word} for {duration(found.unix_time_s - found.asked.since_unix_s)}{why}: `headrace resume` goes on"
         console.print(Text(told, style="bold yellow"))
     engines = load_line(found.engines)
-    for line in (found.pacing, f"engines {engines}" if engines else ""):
+    nodes = ", ".join(f"{line.node} {line.presence}" for line in found.nodes)
+    for line in (found.pacing, f"engines {engines}" if engines else "", f"nodes {nodes}" if nodes else ""):
         if line:
             console.print(Text(line))
     for trouble in found.troubles:

@@ -27,7 +27,7 @@ def worker(
     Parameters
     ----------
     stages
-        sampling, fan_out, arena_launch, rewards, assembly, weights, gateway, engine, trainer.
+        sampling, fan_out, arena_launch, rewards, assembly, weights, gateway, engine, trainer, ranks.
     run_dir
         The run's folder.
     log_level

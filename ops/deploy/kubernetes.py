@@ -10,7 +10,17 @@ import json
 from typing import Any, Final
 
 from ops.deploy.nats import nats_config
-from ops.deploy.plan import USERS, Places, brokers_of, config_text, has_work, node_topology, password_env, role_of
+from ops.deploy.plan import (
+    USERS,
+    Places,
+    brokers_of,
+    config_text,
+    has_work,
+    node_topology,
+    password_env,
+    role_of,
+    trainers_of,
+)
 from ops.nodes.file import Cluster, NodeSection
 from schemas.errors import ConfigError
 
@@ -53,8 +63,10 @@ def render_kubernetes(cluster: Cluster, places: Places) -> dict[str, str]:
     urls = ",".join(f"tls://{host}:{plan.port}" for host in hosts)
     workers = [node for node in cluster.file.nodes if has_work(node)]
     addresses = {node.name: f"{_name(label, node)}.{_service(label)}" for node in workers}
+    trainers = [node.name for node in trainers_of(cluster)]
+    checkpoints = [f"training.checkpoint_dir={json.dumps(_checkpoints(places))}"] if trainers else []
     data = {
-        "topology.toml": node_topology(cluster, places, urls, addresses=addresses),
+        "topology.toml": node_topology(cluster, places, urls, addresses=addresses, more=checkpoints),
         "config.toml": config_text(cluster),
     }
     nats = [
@@ -65,7 +77,12 @@ def render_kubernetes(cluster: Cluster, places: Places) -> dict[str, str]:
     nodes = [
         _config_map(f"{label}-topology", label, data),
         _headless(_service(label), label, {"headrace-run": label, "headrace-part": "node"}, {}),
-        *(document for node in workers for document in (_volume(label, node), _node_job(label, places, node))),
+        *([_shared_volume(label)] if trainers else []),
+        *(
+            document
+            for node in workers
+            for document in (_volume(label, node), _node_job(label, places, node, shares=node.name in trainers))
+        ),
     ]
     return {"nats.yaml": _text(nats), "nodes.yaml": _text(nodes)}
 
@@ -133,7 +150,10 @@ def _nats_set(run: str, label: str, places: Places, count: int, port: int) -> Do
     }
 
 
-def _node_job(label: str, places: Places, node: NodeSection) -> Document:
+def _node_job(label: str, places: Places, node: NodeSection, *, shares: bool) -> Document:
+    """Args:
+    shares: it has ranks of a trainer over several nodes.
+    """
     name = _name(label, node)
     labels = {"headrace-run": label, "headrace-part": "node", "headrace-node": dns_label(node.name)}
     resources: Document = {"limits": {"nvidia.com/gpu": str(node.gpus)}} if node.gpus else {}
@@ -159,6 +179,7 @@ def _node_job(label: str, places: Places, node: NodeSection) -> Document:
             {"name": "tls", "mountPath": f"{places.etc}/tls", "readOnly": True},
             {"name": _STORE, "mountPath": places.state},
             {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - where torch and servers look for it
+            *([{"name": "checkpoints", "mountPath": _checkpoints(places)}] if shares else []),
         ],
     }
     password = {"key": role_of(node).value, "path": role_of(node).value}
@@ -177,6 +198,11 @@ def _node_job(label: str, places: Places, node: NodeSection) -> Document:
             {"name": "passwords", "secret": {"secretName": _PASSWORDS, "defaultMode": 0o440, "items": [password]}},
             {"name": "tls", "secret": {"secretName": _TLS, "items": [authority]}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+            *(
+                [{"name": "checkpoints", "persistentVolumeClaim": {"claimName": f"{label}-checkpoints"}}]
+                if shares
+                else []
+            ),
         ],
     }
     stopped = {"containerName": "headrace", "operator": "In", "values": [EXIT_INTERRUPTED]}
@@ -202,6 +228,22 @@ def _volume(label: str, node: NodeSection) -> Document:
         "metadata": _metadata(_name(label, node), label),
         "spec": spec,
     }
+
+
+def _shared_volume(label: str) -> Document:
+    """Checkpoints that the ranks of several nodes write together."""
+    spec: Document = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": _STORAGE}}}
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": _metadata(f"{label}-checkpoints", label),
+        "spec": spec,
+    }
+
+
+def _checkpoints(places: Places) -> str:
+    """Where that is mounted."""
+    return f"{places.state}-checkpoints"
 
 
 def _headless(name: str, label: str, selector: dict[str, str], ports: dict[str, int]) -> Document:

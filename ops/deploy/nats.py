@@ -31,7 +31,8 @@ def nats_config(
         run: whose account it has.
         name: the server's, its own in the cluster; `$NAME` is taken from its environment.
         host: where it listens.
-        routes: host:port of every server of the cluster; one or none: it is a server alone.
+        routes: host:port of every other server of the cluster, or of all where they share one configuration (their first start then
+            waits for all of them); one or none: it is a server alone.
     """
     users = [
         User(

@@ -71,8 +71,15 @@ def brokers_of(cluster: Cluster) -> list[NodeSection]:
     return cluster.brokers
 
 
-def node_topology(cluster: Cluster, places: Places, urls: str, *, addresses: dict[str, str] | None = None) -> str:
-    """The topology as the nodes of a rendered deployment have it: NATS servers are no longer theirs, login and TLS are set."""
+def node_topology(
+    cluster: Cluster, places: Places, urls: str, *, addresses: dict[str, str] | None = None, more: Sequence[str] = ()
+) -> str:
+    """The topology as the nodes of a rendered deployment have it: NATS servers are no longer theirs, login and TLS are set.
+
+    Args:
+        addresses: of nodes, instead of the topology's.
+        more: overrides of the config.
+    """
     run, role = cluster.config.run.id, Role.OPERATOR
     broker = {
         "url": urls,
@@ -85,6 +92,7 @@ def node_topology(cluster: Cluster, places: Places, urls: str, *, addresses: dic
     overrides = [
         *(f"broker.{key}={json.dumps(value)}" for key, value in broker.items()),
         f"run.dir={json.dumps(f'{places.state}/{run}')}",
+        *more,
     ]
     nodes = [
         msgspec.structs.replace(
@@ -108,6 +116,8 @@ def topology_text(cluster: Cluster, nodes: Sequence[NodeSection], overrides: Seq
         "[broker]",
         *(f"{key} = {json.dumps(value)}" for key, value in plan.items()),
     ]
+    if sum(node.trainer for node in nodes) > 1:
+        lines += ["", "[trainer]", f"port = {cluster.file.trainer.port}"]
     for node in nodes:
         told = msgspec.to_builtins(node)
         lines += ["", "[[nodes]]", *(f"{key} = {json.dumps(value)}" for key, value in told.items() if value)]
@@ -132,6 +142,12 @@ def broker_urls(brokers: list[NodeSection], port: int) -> str:
 def bracketed(address: str) -> str:
     """An address as it stands in a URL."""
     return f"[{address}]" if ":" in address else address
+
+
+def trainers_of(cluster: Cluster) -> list[NodeSection]:
+    """The nodes that share a trainer's ranks; none where one node has all."""
+    found = [node for node in cluster.file.nodes if node.trainer]
+    return found if len(found) > 1 else []
 
 
 def has_work(node: NodeSection) -> bool:

@@ -66,6 +66,9 @@ Put this folder where all hosts of the job see it, with the folders that the con
 
     sbatch headrace.sbatch
 
+A trainer over several nodes writes its checkpoints to `training.checkpoint_dir`, which all hosts must see. Certificates that the topology's
+`[broker]` names lie where it says, relative to this folder.
+
 The control node makes `secrets.json` (mode 0600). The same command resumes the run; `scancel --signal=TERM --batch JOB` ends it in
 good order.
 """
@@ -80,6 +83,9 @@ Every machine: a user `headrace`, headrace installed, and in `{etc}` (owned by r
   controlled or trained, `rollout` elsewhere; `reader` is for people who only look
 - `tls/ca.crt`: the authority of the NATS servers' certificates
 - `NODE/headrace.service` goes to /etc/systemd/system
+
+Machines that share a trainer's ranks: `training.checkpoint_dir` on a file system that all of them mount; the unit waits for it. Their
+firewalls let each other through, on all ports: the ranks' own connections have any.
 
 Machines with a NATS server, too:
 
@@ -106,5 +112,6 @@ The certificate is for `*.headrace-nats`, for server and client use. Then:
     kubectl apply -f nats.yaml -f nodes.yaml
 
 Nodes take part as soon as most of the NATS servers are there, and their Jobs end with the run. A node leaves with `kubectl delete job NAME` and
-comes back with `kubectl apply`; its volume stays. 50 GiB a volume: change that to what the policy's checkpoints need.
+comes back with `kubectl apply`; its volume stays. A trainer over several nodes needs a storage class with ReadWriteMany for its
+checkpoints. 50 GiB a volume: change that to what the policy's checkpoints need.
 """

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from ops.deploy.nats import nats_config
-from ops.deploy.plan import Places, bracketed, broker_urls, brokers_of, config_text, has_work, node_topology
+from ops.deploy.plan import (
+    Places,
+    bracketed,
+    broker_urls,
+    brokers_of,
+    checked_place,
+    config_text,
+    has_work,
+    node_topology,
+    trainers_of,
+)
 from ops.nodes.file import Cluster
 
 
 def render_systemd(cluster: Cluster, places: Places) -> dict[str, str]:
     """File name → text. `NODE/` holds what goes to that node's machine, into the folders that the README says."""
     brokers, plan, run = brokers_of(cluster), cluster.file.broker, cluster.config.run.id
-    routes = [f"{bracketed(node.address)}:{plan.cluster_port}" for node in brokers]
     files = {
         "topology.toml": node_topology(cluster, places, broker_urls(brokers, plan.port)),
         "config.toml": config_text(cluster),
@@ -23,13 +32,16 @@ def render_systemd(cluster: Cluster, places: Places) -> dict[str, str]:
             host=bracketed(node.address),
             port=plan.port,
             cluster_port=plan.cluster_port,
-            routes=routes,
+            routes=[f"{bracketed(other.address)}:{plan.cluster_port}" for other in brokers if other is not node],
             max_store_bytes=plan.max_store_bytes,
         )
         files[f"{node.name}/headrace-nats.service"] = _nats_unit(places)
     for node in cluster.file.nodes:
         if has_work(node):
-            files[f"{node.name}/headrace.service"] = _node_unit(places, run, node.name)
+            shared = cluster.config.training.checkpoint_dir if node in trainers_of(cluster) else ""
+            files[f"{node.name}/headrace.service"] = _node_unit(
+                places, run, node.name, checked_place(shared or places.state)
+            )
     return files
 
 
@@ -60,11 +72,15 @@ WantedBy=multi-user.target
 """
 
 
-def _node_unit(places: Places, run: str, node: str) -> str:
+def _node_unit(places: Places, run: str, node: str, folder: str) -> str:
+    """Args:
+    folder: what must be mounted: of a trainer over several nodes the checkpoints that these share.
+    """
     return f"""[Unit]
 Description=headrace run {run}: node {node}
 Wants=network-online.target
 After=network-online.target headrace-nats.service
+RequiresMountsFor={folder}
 
 [Service]
 User=headrace

@@ -82,11 +82,24 @@ async def _end(process: anyio.abc.Process, deadline_s: float) -> None:
     await process.aclose()
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_port(host: str, *, former: int = 0) -> int:
+    """A port that nobody listens on now.
+
+    Args:
+        former: taken where it is free: others may still look for a server there.
+    """
+    for port in (former, 0) if former else (0,):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            if port:  # the former server's last connections may still be in TIME_WAIT
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                if not port:
+                    raise
+                continue
+            return int(probe.getsockname()[1])
+    raise OSError(f"{host}: no port is free")
 
 
 def last_lines(path: Path, count: int) -> list[str]:

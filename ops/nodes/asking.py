@@ -27,6 +27,8 @@ TRAINED_KEY: Final = "run.trained"
 """The start of the run whose trainer has done its work."""
 SECRETS_KEY: Final = "run.secrets"
 """Checksum of the keys that all nodes must share."""
+NODES_KEY: Final = "run.nodes"
+"""Names of all nodes of the topology, as the control node has it."""
 _ANSWER_S: Final = 30.0
 _PING_S: Final = 3.0
 
@@ -102,8 +104,13 @@ async def answers(broker: Broker, node: str) -> bool:
 
 async def nodes_of(broker: Broker) -> dict[str, NodeState]:
     """The nodes that came and did not leave in good order."""
+    return {name: state for name, state in (await all_nodes(broker)).items() if not state.gone}
+
+
+async def all_nodes(broker: Broker) -> dict[str, NodeState]:
+    """Every node that ever came, by name."""
     states = [msgspec.msgpack.decode(data, type=NodeState) for data, _ in (await broker.list_state(_NODE)).values()]
-    return {state.node: state for state in sorted(states, key=lambda state: state.node) if not state.gone}
+    return {state.node: state for state in sorted(states, key=lambda state: state.node)}
 
 
 async def say_here(broker: Broker, state: NodeState) -> None:

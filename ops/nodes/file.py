@@ -31,6 +31,7 @@ from broker.rights import inbox_prefix
 from ops.arena_access import LOCAL, uses_arena
 from ops.config import RunConfig, check_keys, load_config
 from ops.engines.plan import has_servers
+from ops.nodes.ranks import RankGroup, RankMember
 from schemas.errors import ConfigError
 from schemas.ids import is_safe_token
 
@@ -52,7 +53,10 @@ class NodeSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     arena: bool = False
     """Runs the local Arena, where `arena.url` is "local". One node, on a loopback address."""
     trainer: bool = False
-    """Runs the trainer with all `training.ranks`, and publishes its weights. One node."""
+    """Runs the trainer with all `training.ranks`, and publishes its weights. On several nodes: each runs a part of the ranks; rank 0 and
+    the weights are on the first one of the file."""
+    ranks: int = 0
+    """How many of `training.ranks` are here, where several nodes train; 0 on all of them: equally many."""
     fan_out: int = 0
     """Processes that make episodes of groups."""
     launchers: int = 0
@@ -77,6 +81,22 @@ class BrokerPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cluster_port: int = 6222
     max_store_bytes: int = 1024**4
     """What the streams of a server may hold together."""
+    tls_cert_file: str = ""
+    """Certificate of a server for its node's address, for server and client use; relative to the topology, `{node}` stands for the node's
+    name. Empty: no TLS."""
+    tls_key_file: str = ""
+    """Its key (mode 0600)."""
+    tls_ca_file: str = ""
+    """Authority of all these certificates: nodes check servers by it, and servers each other."""
+    tls_verify_clients: bool = False
+    """Nodes show a certificate of that authority, too: each has a file of its own at `tls_cert_file` and `tls_key_file`."""
+
+
+class TrainerPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[trainer]: a trainer over several nodes."""
+
+    port: int = 29500
+    """Where its ranks meet, at the address of the first node with a part of it; 0: any free one."""
 
 
 class TopologyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +109,7 @@ class TopologyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     secrets: str = "secrets.json"
     """Keys that all nodes share, relative to this file; the control node makes it, every other node needs a copy (mode 0600)."""
     broker: BrokerPlan = BrokerPlan()
+    trainer: TrainerPlan = TrainerPlan()
     nodes: list[NodeSection]
 
 
@@ -120,6 +141,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             if node.name == name:
                 return node
         raise ConfigError(f"{self.path}: expected a node of {_names(self.file.nodes)}, found {name!r}")
+
+    def broker_file(self, setting: str, node: str) -> str:
+        """Where a node has a file that `[broker]` names; empty where it names none."""
+        return _broker_file(self.path.parent, setting, node)
 
     def run_dir(self, node: str) -> str:
         """A node's own run folder: its name below the config's run.dir."""
@@ -155,7 +180,7 @@ def load_cluster(path: str | Path, *, overrides: Sequence[str] = (), addresses: 
     file = msgspec.structs.replace(file, nodes=nodes)
     config = load_config(place.parent / file.config, [*file.set, *overrides])
     check_topology(file, config)
-    return Cluster(path=place, file=file, config=with_broker(file, config))
+    return Cluster(path=place, file=file, config=with_broker(file, config, place.parent))
 
 
 def check_topology(file: TopologyFile, config: RunConfig) -> None:
@@ -172,8 +197,10 @@ def check_topology(file: TopologyFile, config: RunConfig) -> None:
     if twice:
         raise ConfigError(f"nodes: {twice[0]!r} stands there twice; expected names of their own")
     _exactly(nodes, "control", 1)
-    trains = not config.run.rollout_only
-    _exactly(nodes, "trainer", 1 if trains else 0, "" if trains else " (run.rollout_only trains nothing)")
+    if config.run.rollout_only:
+        _exactly(nodes, "trainer", 0, " (run.rollout_only trains nothing)")
+    else:
+        _check_trainer(nodes, config)
     local = config.arena.url == LOCAL and not config.run.from_run and uses_arena(config)
     _exactly(
         nodes, "arena", 1 if local else 0, "" if local else " (no stream of the config is played by a local Arena)"
@@ -183,6 +210,7 @@ def check_topology(file: TopologyFile, config: RunConfig) -> None:
     if count not in _MOST_BROKERS or (count == 0) == embedded:
         wanted = "1, 3 or 5 nodes (broker.url is embedded)" if embedded else f"none: broker.url is {config.broker.url}"
         raise ConfigError(f"nodes: broker = true on {count} nodes; expected {wanted}")
+    _check_tls(file.broker)
     if config.run.from_run:
         return
     for share, what in (
@@ -197,14 +225,36 @@ def check_topology(file: TopologyFile, config: RunConfig) -> None:
         raise ConfigError(f"nodes: engine.kind is {config.engine.kind.value}, and no node has engines")
 
 
-def with_broker(file: TopologyFile, config: RunConfig) -> RunConfig:
-    """The config with the address of the nodes' NATS servers, and three replicas where there are three of them."""
+def rank_group(cluster: Cluster, node: NodeSection) -> RankGroup | None:
+    """The ranks of a trainer over several nodes, as one of these sees them; None for others, and where one node has all."""
+    trainers = [one for one in cluster.file.nodes if one.trainer]
+    if not node.trainer or len(trainers) == 1:
+        return None
+    even = cluster.config.training.ranks // len(trainers)
+    return RankGroup(
+        node=node.name,
+        address=node.address,
+        members=tuple(RankMember(node=one.name, num_ranks=one.ranks or even) for one in trainers),
+        master=trainers[0].address,
+        port=cluster.file.trainer.port,
+    )
+
+
+def with_broker(file: TopologyFile, config: RunConfig, folder: Path) -> RunConfig:
+    """The config with the address of the nodes' NATS servers, their authority where they have TLS, and three replicas where there are three of
+    them.
+
+    Args:
+        folder: of the topology.
+    """
     brokers = [node for node in file.nodes if node.broker]
     if not brokers:
         return config
-    urls = ",".join(f"nats://{_host(node.address)}:{file.broker.port}" for node in brokers)
+    scheme = "tls" if file.broker.tls_cert_file else "nats"
+    urls = ",".join(f"{scheme}://{_host(node.address)}:{file.broker.port}" for node in brokers)
+    authority = config.broker.tls_ca_file or _broker_file(folder, file.broker.tls_ca_file, "")
     replicas = max(config.broker.replicas, _REPLICAS) if len(brokers) >= _REPLICAS else config.broker.replicas
-    broker = msgspec.structs.replace(config.broker, url=urls, replicas=replicas)
+    broker = msgspec.structs.replace(config.broker, url=urls, replicas=replicas, tls_ca_file=authority)
     return msgspec.structs.replace(config, broker=broker)
 
 
@@ -215,6 +265,10 @@ def node_config(cluster: Cluster, node: NodeSection) -> RunConfig:
     if user:
         password_file = str(Path(broker.password_file).with_name(user))
         broker = replace(broker, user=user, password_file=password_file, inbox_prefix=inbox_prefix(user))
+    plan = cluster.file.broker
+    if plan.tls_verify_clients and cluster.brokers and not broker.tls_cert_file:
+        cert, key = (cluster.broker_file(setting, node.name) for setting in (plan.tls_cert_file, plan.tls_key_file))
+        broker = replace(broker, tls_cert_file=cert, tls_key_file=key)
     return replace(
         config,
         broker=broker,
@@ -249,7 +303,7 @@ def _check_node(node: NodeSection, config: RunConfig) -> None:
         raise ConfigError(f"nodes.name {node.name!r}: expected letters, digits, '_' and '-'")
     if not node.address or any(character.isspace() or character in "/@" for character in node.address):
         raise ConfigError(f"nodes.address {node.address!r} of {node.name}: expected a host name or an IP address")
-    for share in ("fan_out", "launchers", "rewards", "gateways", "engines", "gpus"):
+    for share in ("fan_out", "launchers", "rewards", "gateways", "engines", "gpus", "ranks"):
         if getattr(node, share) < 0:
             raise ConfigError(f"nodes.{share} of {node.name}: expected 0 or more, found {getattr(node, share)}")
     if node.broker_user and not (config.broker.password_file and is_safe_token(node.broker_user)):
@@ -260,6 +314,52 @@ def _check_node(node: NodeSection, config: RunConfig) -> None:
         raise ConfigError(
             f"nodes.engines of {node.name}: engine.kind is {config.engine.kind.value}, which is in each gateway; "
             "expected gateways instead"
+        )
+
+
+def _check_tls(plan: BrokerPlan) -> None:
+    files = {name: getattr(plan, name) for name in ("tls_cert_file", "tls_key_file", "tls_ca_file")}
+    missing = [name for name, file in files.items() if not file]
+    if len(missing) not in (0, len(files)) or (missing and plan.tls_verify_clients):
+        raise ConfigError(
+            f"[broker]: TLS needs tls_cert_file, tls_key_file and tls_ca_file; found no {', '.join(missing)}"
+        )
+
+
+def _broker_file(folder: Path, setting: str, node: str) -> str:
+    return str(folder / setting.replace("{node}", node)) if setting else ""
+
+
+def _check_trainer(nodes: Sequence[NodeSection], config: RunConfig) -> None:
+    trainers, training = [node for node in nodes if node.trainer], config.training
+    idle = [node.name for node in nodes if node.ranks and not node.trainer]
+    if idle:
+        raise ConfigError(f"nodes.ranks of {idle[0]}: expected trainer = true beside it, or no ranks")
+    if not trainers:
+        raise ConfigError("nodes: trainer = true on 0 nodes; expected 1 or more")
+    told = sum(node.ranks for node in trainers)
+    if told and (told != training.ranks or not all(node.ranks for node in trainers)):
+        found = ", ".join(f"{node.name} {node.ranks}" for node in trainers)
+        raise ConfigError(
+            f"nodes.ranks: expected {training.ranks} (training.ranks) over all nodes with trainer = true, or none told; found {found}"
+        )
+    if len(trainers) == 1:
+        return
+    if not told and training.ranks % len(trainers):
+        raise ConfigError(
+            f"training.ranks = {training.ranks} can't be shared equally by {len(trainers)} nodes ({_names(trainers)}): say "
+            "nodes.ranks of each, or take a multiple"
+        )
+    if training.ranks < len(trainers):
+        raise ConfigError(f"training.ranks = {training.ranks}: expected at least one for each of {_names(trainers)}")
+    if training.backend == "standin":
+        raise ConfigError(
+            "nodes: trainer = true on several nodes; training.backend = standin has one rank: expected one"
+        )
+    if not training.checkpoint_dir:
+        raise ConfigError(
+            "training.checkpoint_dir: the ranks of several nodes write each checkpoint together; expected a folder that all "
+            f"of {_names(trainers)} share"
         )
 
 

@@ -68,8 +68,9 @@ class NodeProcesses:
         """Start the share, and more or less of it as a person asked before."""
         for worker in workers(self._share, self._config):
             await self._supervisor.start(self._spec(worker))
-        if self._share.trainer:
-            await self._supervisor.start(trainer_process(self._config, self._folder, self._environment))
+        if self._share.trainer or self._share.ranks is not None:
+            trainer = trainer_process(self._config, self._folder, self._environment, self._share.ranks)
+            await self._supervisor.start(trainer)
         for stage, count in (await scales_of(self._broker, self._share.node)).items():
             try:
                 await self._scale(stage, count)

@@ -10,6 +10,7 @@ from ops.arena_access import LOCAL, uses_arena
 from ops.config import RunConfig
 from ops.engines.plan import EnginePlan, engine_plans
 from ops.nodes.file import NodeSection
+from ops.nodes.ranks import RankGroup
 from ops.wiring import LIGHT_STAGES
 from schemas.errors import ConfigError
 
@@ -38,6 +39,9 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     """The folds; it announces the run and ends it."""
     arena: bool = False
     trainer: bool = True
+    """Rank 0 of the trainer, and weight broadcast, which reads its files."""
+    ranks: RankGroup | None = None
+    """Of a trainer over several nodes that has ranks here, too."""
     counts: dict[str, int] = {}
     """Processes of each scalable stage."""
     together: bool = False
@@ -67,8 +71,13 @@ def whole(config: RunConfig) -> Share:
     )
 
 
-def share_of(node: NodeSection, config: RunConfig) -> Share:
-    """What a topology gives a node; `config` is the node's own."""
+def share_of(node: NodeSection, config: RunConfig, ranks: RankGroup | None = None) -> Share:
+    """What a topology gives a node.
+
+    Args:
+        config: the node's own.
+        ranks: of a trainer over several nodes, this one among them.
+    """
     plans = [
         plan if plan.attached else msgspec.structs.replace(plan, name=f"{node.name}-{plan.name}")
         for plan in engine_plans(config.engine)
@@ -84,7 +93,8 @@ def share_of(node: NodeSection, config: RunConfig) -> Share:
         node=node.name,
         control=node.control,
         arena=node.arena,
-        trainer=node.trainer,
+        trainer=node.trainer and (ranks is None or ranks.leads),
+        ranks=ranks,
         counts={} if config.run.from_run else counts,
         engines=() if config.run.from_run else tuple(plans),
     )

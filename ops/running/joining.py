@@ -137,7 +137,8 @@ async def _work(
 
 @asynccontextmanager
 async def made_streams(site: Site, url: str, settings: ConnectSettings, stopped: anyio.Event) -> AsyncGenerator[Broker]:
-    """A connection that makes the run's streams. Servers of a cluster answer once most of them are there.
+    """A connection that makes the run's streams. Servers of a cluster answer once most of them are there; the first time as many as there
+    are copies must be.
 
     Raises:
         BrokerError: see `connect`.
@@ -162,7 +163,7 @@ async def made_streams(site: Site, url: str, settings: ConnectSettings, stopped:
             except BrokerError as error:
                 if stopped.is_set() or anyio.current_time() > deadline:
                     raise
-                log.info("waiting for most of the NATS servers", error=str(error))
+                log.info("waiting for the NATS servers of other nodes", error=str(error))
                 await anyio.sleep(_LOOK_S)
             else:
                 yield broker

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from ops.config import RunConfig
+from ops.nodes.ranks import GROUP_ENV, RankGroup
 from ops.nodes.share import Worker
 from ops.run_folder import RunFolder
 from ops.secrets import CONTROL_KEY_ENV, GENERATION_KEY_ENV, RunSecrets
@@ -49,11 +52,16 @@ def worker_process(
     )
 
 
-def trainer_process(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> ProcessSpec:
-    """The trainer: its own process, or torchrun's with several ranks."""
+def trainer_process(
+    config: RunConfig, folder: RunFolder, environment: Mapping[str, str], ranks: RankGroup | None = None
+) -> ProcessSpec:
+    """The trainer: its own process, torchrun's with several ranks, or the launcher of this node's ranks where others have some."""
     worker = ["-m", "ops", "worker", "trainer", "--run-dir", str(folder.path)]
     argv = python(*worker)
-    if config.training.ranks > 1:
+    if ranks is not None:
+        environment = {**environment, GROUP_ENV: msgspec.json.encode(ranks).decode()}
+        argv = python("-m", "ops", "worker", "ranks", "--run-dir", str(folder.path))
+    elif config.training.ranks > 1:
         argv = python(
             *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.training.ranks)),
             *("--max-restarts", "0"),

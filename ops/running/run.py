@@ -21,6 +21,7 @@ from ops.accounts import RunAccount, account
 from ops.arena_access import LOCAL, arena_access, uses_arena
 from ops.config import RunConfig, fold_digest, run_streams, sampling_settings, staleness_bound
 from ops.nodes.asking import SECRETS_KEY, TRAINED_KEY, say_ended, say_over, state_bytes
+from ops.nodes.roll import say_nodes
 from ops.nodes.service import NodeProcesses, known_node
 from ops.policy_folder import prepared_digest
 from ops.redaction import redacted
@@ -120,7 +121,7 @@ async def control_run(
                         _ended(supervisor),
                     ):
                         start = await _announce_start(config, broker, prepared_digest(folder))
-                        await broker.save_state(SECRETS_KEY, secrets_digest(secrets))
+                        await _tell_nodes(site, broker, secrets)
                         keep_endpoints(site, folder, url, settings)
                         progress = Progress(config)
                         tasks.start_soon(progress.follow, broker, on_progress)
@@ -181,6 +182,13 @@ async def _work(
             await processes.start()
             folder.say_ready()
         await _until_over(site, broker, start, supervisor, stopped, *ends)
+
+
+async def _tell_nodes(site: Site, broker: Broker, secrets: RunSecrets) -> None:
+    """What nodes that join compare with their own, and which of them are expected."""
+    await broker.save_state(SECRETS_KEY, secrets_digest(secrets))
+    if site.in_topology:
+        await say_nodes(broker, site.nodes)
 
 
 async def _leave(config: RunConfig, folder: RunFolder, supervisor: Supervisor) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from broker.embedded import EmbeddedSettings
 from ops.config import RunConfig
-from ops.nodes.file import Cluster, node_config
+from ops.nodes.file import Cluster, node_config, rank_group
 from ops.nodes.share import Share, share_of, whole
 
 _SYNC_INTERVAL: Final = "2m"
@@ -29,6 +29,9 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Keys that all nodes share; None = the folder's own."""
     address: str = ""
     """Where other nodes reach this one; empty: there are none."""
+
+    nodes: tuple[str, ...] = ()
+    """Names of all nodes of the topology."""
 
     @property
     def in_topology(self) -> bool:
@@ -60,16 +63,24 @@ def site_of(cluster: Cluster, name: str) -> Site:
             max_store_bytes=plan.max_store_bytes,
             server_name=f"headrace-{node.name}",
             route_port=0 if alone else plan.cluster_port,
-            routes=() if alone else tuple(f"nats://{_host(other.address)}:{plan.cluster_port}" for other in brokers),
+            # Without its own: a server that counts itself among the others waits for all of them before the first start.
+            routes=tuple(
+                f"nats://{_host(other.address)}:{plan.cluster_port}" for other in brokers if other is not node
+            ),
             route_login=not alone,
+            tls_cert_file=cluster.broker_file(plan.tls_cert_file, name),
+            tls_key_file=cluster.broker_file(plan.tls_key_file, name),
+            tls_ca_file=cluster.broker_file(plan.tls_ca_file, name),
+            tls_verify_clients=plan.tls_verify_clients,
         )
     return Site(
         config=config,
-        share=share_of(node, config),
+        share=share_of(node, config, rank_group(cluster, node)),
         server=server,
         servers_share_token=bool(brokers),
         secrets_file=cluster.secrets_file,
         address=node.address,
+        nodes=tuple(other.name for other in cluster.file.nodes),
     )
 
 

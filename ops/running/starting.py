@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Final
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
@@ -101,12 +102,13 @@ def has_local_arena(config: RunConfig) -> bool:
 
 
 async def _start_arena(site: Site, folder: RunFolder, environment: dict[str, str], supervisor: Supervisor) -> None:
-    """Start the local Arena on a port that it keeps over restarts."""
+    """Start the local Arena on a port that it keeps over restarts, its node's included: launchers of other nodes know it by that."""
     config_file = folder.path / "arena.json"
     served = local_arena_config(site.config)
     if site.in_topology:
         served = msgspec.structs.replace(served, host=site.address)
-    port = served.port or free_port(served.host)
+    former = urlsplit(folder.read_endpoints().arena_url).port or 0
+    port = served.port or free_port(served.host, former=former)
     config_file.write_bytes(msgspec.json.encode(msgspec.structs.replace(served, port=port)))
 
     def ready(line: str) -> None:

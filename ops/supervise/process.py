@@ -156,6 +156,8 @@ class SupervisedProcess:
                 start_new_session=True,
             )
             self._process = process
+            if self._stopping:  # told while it was being started
+                _signal_group(process.pid, signal.SIGKILL)
             try:
                 if process.stdout is None:
                     self.ready.set()
@@ -203,10 +205,10 @@ class SupervisedProcess:
 
     def _obituary(self, code: int, deaths: int) -> str:
         lines = "\n  ".join(self.last_lines()) or "(no output)"
-        return (
-            f"{self.spec.name} ended {deaths} times within {self.spec.restart.window_s:g} s "
-            f"(last: {_exit_text(code)}). Its last lines:\n  {lines}"
-        )
+        end = f"({_exit_text(code)})"
+        if deaths > 1:
+            end = f"{deaths} times within {self.spec.restart.window_s:g} s (last: {_exit_text(code)})"
+        return f"{self.spec.name} ended {end}. Its last lines:\n  {lines}"
 
 
 def python(*arguments: str) -> list[str]:

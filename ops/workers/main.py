@@ -18,6 +18,7 @@ from ops.connection import connect_to
 from ops.engines.life import EngineGivenUpError
 from ops.engines.plan import EngineChoice, chosen_engine
 from ops.metrics.serving import serve_metrics
+from ops.nodes.ranks import RanksGivenUpError
 from ops.run_folder import RunFolder
 from ops.stopping import until_stopped
 from ops.supervise.process import EXIT_GIVEN_UP
@@ -84,7 +85,8 @@ async def _present(context: WorkerContext, stages: Sequence[str]) -> AsyncGenera
     """A lease in a slot that no other living process of this machine has, and that a successor takes up."""
     name = f"presence.{'+'.join(stages)}"
     with claim_slot(context.folder.path / "workers", name, host=context.endpoints.node or None) as slot:
-        yield PresenceLease(context.broker, slot.name.removeprefix("presence."), stages, now=context.now)
+        name = slot.name.removeprefix("presence.")
+        yield PresenceLease(context.broker, name, stages, now=context.now, node=context.endpoints.node)
 
 
 def _drain(context: WorkerContext) -> None:
@@ -116,11 +118,15 @@ def worker_main(
     except BaseExceptionGroup as group:
         for error in _leaves(group):
             log.exception("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
-        return EXIT_GIVEN_UP if any(isinstance(error, EngineGivenUpError) for error in _leaves(group)) else 1
+        return (
+            EXIT_GIVEN_UP
+            if any(isinstance(error, EngineGivenUpError | RanksGivenUpError) for error in _leaves(group))
+            else 1
+        )
     except Exception as error:
         log.exception("worker failed", error=f"{type(error).__name__}: {error}")
         return 1
-    return EXIT_DRAINED if "trainer" in stages and not done else 0
+    return EXIT_DRAINED if {"trainer", "ranks"} & set(stages) and not done else 0
 
 
 def _leaves(group: BaseExceptionGroup) -> list[BaseException]:

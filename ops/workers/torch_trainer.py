@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import msgspec
 import structlog
 
 from ops.config import RunConfig, assembly_settings, check_keys
+from ops.nodes.ranks import SESSION_ENV
 from ops.training_checks import publishes_adapter
 from ops.workers.partitioning import Planner, partition_settings
 from schemas.errors import ConfigError
@@ -167,7 +169,11 @@ def open_torch_backend(config: RunConfig, model_folder: str, checkpoint_dir: str
         peak_tflops=training.peak_tflops,
     )
     models = model_settings(config)
-    with process_group(timeout_s=training.collective_timeout_s) as ranks:
+    with process_group(
+        timeout_s=training.collective_timeout_s,
+        start_timeout_s=training.start_timeout_s,
+        session=os.environ.get(SESSION_ENV, ""),
+    ) as ranks:
         plan = Planner(partition_settings(config), warn=ranks.rank == 0)
         if training.backend == "megatron":
             from stages.training.megatron.backend import (  # noqa: PLC0415 - an extra of its own

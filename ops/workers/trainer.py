@@ -13,6 +13,7 @@ from ops.config import RunConfig
 from ops.policy_folder import policy_folder
 from ops.redaction import redacted
 from ops.run_folder import RunFolder
+from ops.workers.checkpoint_place import checkpoint_folder
 from ops.workers.context import WorkerContext
 from ops.workers.turns import turn_settings
 from pipeline.lease import HeldLease
@@ -123,11 +124,11 @@ def open_sinks(config: RunConfig, folder: RunFolder) -> Sequence[MetricSink]:
 @contextmanager
 def open_backend(config: RunConfig, folder: RunFolder) -> Generator[TrainerBackend]:
     """The backend that the config names; torch is imported only where it is used."""
-    training = config.training
+    training, checkpoints = config.training, str(checkpoint_folder(config, folder))
     if training.backend == "standin":
-        yield StandInBackend(str(folder.checkpoints), keep=training.keep_checkpoints, step_s=training.standin_step_s)
+        yield StandInBackend(checkpoints, keep=training.keep_checkpoints, step_s=training.standin_step_s)
         return
     from ops.workers.torch_trainer import open_torch_backend  # noqa: PLC0415 - the base install has no torch
 
-    with open_torch_backend(config, policy_folder(config, folder), str(folder.checkpoints)) as backend:
+    with open_torch_backend(config, policy_folder(config, folder), checkpoints) as backend:
         yield backend

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed gives them without exporting
 
 from stages.training.errors import CollectiveError
 
@@ -105,10 +106,18 @@ def single_rank(device: str = "cpu") -> Ranks:
 
 
 @contextmanager
-def process_group(*, timeout_s: float = 300.0) -> Generator[Ranks]:
+def process_group(*, timeout_s: float = 300.0, start_timeout_s: float = 300.0, session: str = "") -> Generator[Ranks]:
     """The group that torchrun's environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); gloo on CPU, NCCL on CUDA.
 
     Without that environment: a single rank.
+
+    Args:
+        timeout_s: of each collective.
+        start_timeout_s: how long a rank waits for the others to be there.
+        session: parts this group from others that meet at the same address; empty: as torchrun's agent arranged it.
+
+    Raises:
+        CollectiveError: the others did not come.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available()
@@ -118,8 +127,36 @@ def process_group(*, timeout_s: float = 300.0) -> Generator[Ranks]:
     if world_size == 1:
         yield Ranks(0, 1, device)
         return
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    backend, timeout = "nccl" if on_gpu else "gloo", timedelta(seconds=timeout_s)
+    if session:
+        rank = int(os.environ["RANK"])
+        store = _meet(rank, world_size, session, start_timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device, timeout_s=timeout_s)
     finally:
         dist.destroy_process_group()
+
+
+def _meet(rank: int, world_size: int, session: str, timeout_s: float) -> Store:
+    """A store in which only ranks of this session see each other, once all of them are there: they may import for minutes.
+
+    Raises:
+        CollectiveError: some did not come in time.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    patience = timedelta(seconds=timeout_s)
+    try:
+        base = TCPStore(address, port, is_master=rank == 0, timeout=patience, wait_for_workers=False)
+        store = PrefixStore(session, base)
+        store.set(f"here/{rank}", "1")
+        store.wait([f"here/{other}" for other in range(world_size)], patience)
+    except RuntimeError as error:  # what torch raises for addresses, ports and timeouts alike
+        raise CollectiveError(
+            f"rank {rank} of {world_size}: expected all ranks at {address}:{port} within {timeout_s:g} s "
+            f"(training.start_timeout_s): is that address rank 0's node, reachable from here, and the port free there? "
+            f"Found: {str(error).strip().splitlines()[0]}"
+        ) from error
+    return store

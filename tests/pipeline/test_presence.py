@@ -85,6 +85,25 @@ def _seen(host: str, slot: str, renewed: float) -> Presence:
     return Presence(slot=slot, stages=["s"], host=host, pid=1, since_unix_s=0.0, renewed_unix_s=renewed)
 
 
+async def test_a_job_that_slurm_calls_completed_is_dead_when_no_process_of_it_said_an_end(broker, clock) -> None:
+    await _lease(broker, clock, job="4711").renew()
+    clock.now += 20.0
+    (dead,) = await _dead(broker, clock)
+    assert ", Slurm job 4711 COMPLETED): not seen for 20 s" in obituary(
+        dead, now=clock(), job_states={"4711": "COMPLETED"}
+    )
+
+
+def test_nodes_on_one_host_are_told_apart_by_their_names() -> None:
+    presences = [
+        Presence(slot=node, stages=["s"], host="h", pid=1, node=node, since_unix_s=0.0, renewed_unix_s=renewed)
+        for node, renewed in (("gpu-1", 0.0), ("gpu-2", 100.0))
+    ]
+    dead = missing(presences, heard=frozenset(), now=100.0)
+    assert dead_nodes(presences, dead) == ["gpu-1"]
+    assert obituary(dead[0], now=100.0).startswith("s on node gpu-1 (h, pid 1): not seen for 100 s")
+
+
 def test_a_node_is_dead_when_none_of_its_processes_is_left() -> None:
     presences = [_seen("a", "1", 0.0), _seen("a", "2", 0.0), _seen("b", "3", 0.0), _seen("b", "4", 100.0)]
     dead = missing(presences, heard=frozenset(), now=100.0)

@@ -10,7 +10,7 @@ import pytest
 from broker.embedded import find_binary
 from ops.deploy.plan import Places
 from ops.deploy.render import TARGETS, render, write_all
-from ops.nodes.file import load_cluster
+from ops.nodes.file import load_cluster, rank_group
 from schemas.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -96,6 +96,44 @@ def test_a_local_arena_can_t_be_reached_from_other_hosts(tmp_path, target: str) 
 def test_places_must_be_writable_in_all_formats(cluster) -> None:
     with pytest.raises(ConfigError, match="expected an absolute path without spaces"):
         render(cluster, "systemd", Places(etc="/etc/head race"))
+
+
+@pytest.fixture
+def split(tmp_path: Path):
+    """The same with a trainer over two nodes."""
+    text = TOPOLOGY.replace(
+        'name = "store-1"\naddress = "10.0.0.2"\n', 'name = "gpu_0"\naddress = "10.0.0.2"\ntrainer = true\nranks = 2\n'
+    )
+    text = text.replace("trainer = true\ngpus = 8", "trainer = true\nranks = 6\ngpus = 8")
+    settings = 'training.ranks=8", "training.backend=torch", "training.checkpoint_dir=/mnt/shared'
+    (tmp_path / "split.toml").write_text(text.replace("set = [", f'set = ["{settings}", '))
+    return load_cluster(tmp_path / "split.toml")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_trainer_over_several_nodes_keeps_its_ranks(split, tmp_path, target: str) -> None:
+    files = render(split, target, Places())
+    if target == "kubernetes":
+        texts = [json.loads(text) for text in files["nodes.yaml"].split("---\n") if text.strip()]
+        jobs = {one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in texts if one["kind"] == "Job"}
+        mounts = {
+            name: [mount["mountPath"] for mount in job["containers"][0]["volumeMounts"]] for name, job in jobs.items()
+        }
+        place = "/var/lib/headrace-checkpoints"
+        assert [name for name, places in mounts.items() if place in places] == ["of-three-gpu-0", "of-three-gpu-1"]
+        (claim,) = [one for one in texts if one["metadata"]["name"] == "of-three-checkpoints"]
+        assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+        files = next(document["data"] for document in texts if document["kind"] == "ConfigMap")
+    if target == "systemd":
+        assert "RequiresMountsFor=/mnt/shared\n" in files["gpu_1/headrace.service"]
+        assert "RequiresMountsFor=/mnt/shared\n" not in files["head/headrace.service"]
+    write_all(files, tmp_path / "there")
+    again = load_cluster(tmp_path / "there" / "topology.toml")
+    group = rank_group(again, again.node("gpu_1"))
+    assert (group.first_rank, group.num_ranks, group.world_size, group.leader) == (2, 6, 8, "gpu_0")
+    assert again.config.training.checkpoint_dir == (
+        "/var/lib/headrace-checkpoints" if target == "kubernetes" else "/mnt/shared"
+    )
 
 
 @pytest.mark.resources

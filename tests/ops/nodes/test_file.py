@@ -55,7 +55,7 @@ def test_three_nodes_with_servers_are_one_cluster_with_three_replicas(tmp_path) 
     server = site_of(cluster, "b1").server
     assert server is not None
     assert (server.host, server.port, server.route_port) == ("10.0.0.1", 4300, 6222)
-    assert server.routes == ("nats://127.0.0.2:6222", "nats://10.0.0.1:6222", "nats://10.0.0.2:6222")
+    assert server.routes == ("nats://127.0.0.2:6222", "nats://10.0.0.2:6222")
     assert server.server_name != site_of(cluster, "b2").server.server_name
 
 
@@ -63,7 +63,13 @@ def test_three_nodes_with_servers_are_one_cluster_with_three_replicas(tmp_path) 
     ("old", "new", "text"),
     [
         ("control = true", "", "control = true on 0 nodes; expected 1"),
-        ("trainer = true", "", "trainer = true on 0 nodes; expected 1"),
+        ("trainer = true", "", "trainer = true on 0 nodes; expected 1 or more"),
+        (
+            "trainer = true",
+            "trainer = true\nranks = 2",
+            r"expected 1 \(training.ranks\) over all nodes .* found head 2",
+        ),
+        ("trainer = true", "ranks = 1", "nodes.ranks of head: expected trainer = true beside it"),
         ("arena = true", "", "arena = true on 0 nodes; expected 1"),
         ("broker = true", "", r"broker = true on 0 nodes; expected 1, 3 or 5 nodes \(broker.url is embedded\)"),
         ("launchers = 1", "", "no node has launchers"),
@@ -108,3 +114,77 @@ def test_a_topology_is_told_from_a_config() -> None:
     assert is_topology(EXAMPLES / "cluster.toml")
     assert not is_topology(EXAMPLES / "quickstart.toml")
     assert not is_topology(EXAMPLES)
+
+
+TLS = """
+[broker]
+tls_cert_file = "tls/{node}.crt"
+tls_key_file = "tls/{node}.key"
+tls_ca_file = "tls/ca.crt"
+"""
+
+
+def test_servers_of_nodes_have_tls_with_certificates_of_their_own(tmp_path) -> None:
+    cluster = cluster_of(tmp_path, more=TLS)
+    server, config = site_of(cluster, "head").server, site_of(cluster, "head").config
+    assert server is not None
+    assert server.tls_cert_file == str(tmp_path / "tls" / "head.crt")
+    assert config.broker.url == "tls://127.0.0.2:4222"
+    assert config.broker.tls_ca_file == str(tmp_path / "tls" / "ca.crt")
+    assert config.broker.tls_cert_file == ""
+    asked = site_of(cluster_of(tmp_path, more=f"{TLS}tls_verify_clients = true"), "head").config.broker
+    assert (asked.tls_cert_file, asked.tls_key_file) == (str(tmp_path / "tls/head.crt"), str(tmp_path / "tls/head.key"))
+
+
+@pytest.mark.parametrize("left_out", ["tls_cert_file", "tls_key_file", "tls_ca_file"])
+def test_tls_is_whole_or_not_there(tmp_path, left_out: str) -> None:
+    lines = [line for line in TLS.splitlines() if not line.startswith(left_out)]
+    with pytest.raises(
+        ConfigError, match=f"TLS needs tls_cert_file, tls_key_file and tls_ca_file; found no {left_out}"
+    ):
+        cluster_of(tmp_path, more="\n".join(lines))
+
+
+def trainers(*ranks: int) -> str:
+    return HEAD.replace("trainer = true", "") + "".join(
+        f'[[nodes]]\nname = "gpu-{n}"\naddress = "10.0.0.{n}"\ntrainer = true\nranks = {count}\n'
+        for n, count in enumerate(ranks)
+    )
+
+
+def training(ranks: int, checkpoints: str = "/shared", backend: str = "torch") -> str:
+    values = {"ranks": ranks, "checkpoint_dir": f'"{checkpoints}"', "backend": f'"{backend}"'}
+    return f"set = {[f'training.{key}={value}' for key, value in values.items()]}"
+
+
+def test_ranks_of_a_trainer_are_shared_out_over_its_nodes(tmp_path) -> None:
+    cluster = cluster_of(tmp_path, trainers(3, 1), training(4))
+    assert site_of(cluster, "head").share.ranks is None
+    groups = [site_of(cluster, f"gpu-{n}").share.ranks for n in (0, 1)]
+    assert [(group.first_rank, group.num_ranks, group.world_size, group.leads) for group in groups] == [
+        (0, 3, 4, True),
+        (3, 1, 4, False),
+    ]
+    assert {(group.master, group.port) for group in groups} == {("10.0.0.0", 29500)}
+    assert [site_of(cluster, f"gpu-{n}").share.trainer for n in (0, 1)] == [True, False]  # weights come from rank 0's
+    even = cluster_of(tmp_path, trainers(0, 0), training(4))
+    assert [site_of(even, f"gpu-{n}").share.ranks.num_ranks for n in (0, 1)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "text"),
+    [
+        ((2, 0), training(4), r"expected 4 \(training.ranks\) over all nodes .*; found gpu-0 2, gpu-1 0"),
+        ((2, 1), training(4), "found gpu-0 2, gpu-1 1"),
+        ((0, 0), training(3), "training.ranks = 3 can't be shared equally by 2 nodes"),
+        ((0, 0), training(2, backend="standin"), "training.backend = standin has one rank"),
+        (
+            (0, 0),
+            training(2, checkpoints=""),
+            "training.checkpoint_dir: .* expected a folder that all of gpu-0, gpu-1 share",
+        ),
+    ],
+)
+def test_ranks_that_can_t_be_shared_out_are_refused(tmp_path, ranks, settings: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        cluster_of(tmp_path, trainers(*ranks), settings)
