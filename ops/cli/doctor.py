@@ -1,8 +1,9 @@
-"""`headrace doctor [CONFIG]`."""
+"""`headrace doctor [CONFIG | TOPOLOGY]`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Final
 
 import anyio
@@ -29,28 +30,33 @@ def doctor(
     /,
     *,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative=())] = None,
+    node: str = "",
     json: bool = False,
 ) -> int:
-    """Look at machine, installation and, with a config, at everything it needs; each problem with a way out. Nothing is started.
+    """Look at machine, installation and, with a config or a topology, at everything it needs; each problem with a way out. Nothing is started.
 
     Exit code 1 when something will not run.
 
     Examples:
         headrace doctor
         headrace doctor examples/quickstart.toml
+        headrace doctor examples/cluster.toml --node head
         headrace doctor my.toml --set gateway.port=8080 --json
 
     Parameters
     ----------
     config
-        A run's TOML file: its values, ports, credentials (never printed), servers and engines are checked too.
+        A run's TOML file: its values, ports, credentials (never printed), servers and engines are checked too. Of a topology also its nodes'
+        addresses, ports, certificates, copies and counts.
     set_
         Overrides such as training.ranks=2. May be repeated.
+    node
+        topology: the node that this machine is; left out, it is found by its addresses.
     json
         One JSON object: passed, findings.
     """
     with plain_errors():
-        findings = anyio.run(examine, config, set_ or ())
+        findings = anyio.run(partial(examine, config, set_ or (), node=node))
     code = exit_code(findings)
     if json:
         write_json({"passed": code == 0, "findings": findings})

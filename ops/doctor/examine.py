@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
@@ -29,9 +28,11 @@ from ops.doctor.checks import (
     note,
     ok,
 )
+from ops.doctor.cluster import chosen_node, look_at_cluster
 from ops.doctor.engines import check_engines
 from ops.doctor.facts import CredentialFacts, PortFacts
 from ops.doctor.probe import (
+    is_open_to_others,
     probe_gpus,
     probe_holder,
     probe_machine,
@@ -43,9 +44,10 @@ from ops.doctor.probe import (
 from ops.doctor.servers import probe_servers
 from ops.doctor.topology import check_topology
 from ops.local_arena import local_arena_config
+from ops.nodes.file import Cluster, is_topology, load_cluster, node_config
 from ops.run_folder import RunFolder, RunFolderError
 from ops.running.source import find_source
-from schemas.config import EngineKind
+from schemas.config import BrokerSection, EngineKind
 from schemas.errors import ConfigError
 
 _CREDENTIAL_FILES: Final = ("password_file", "token_file", "creds_file", "nkey_seed_file", "tls_key_file")
@@ -53,28 +55,69 @@ _PUBLIC_FILES: Final = ("tls_ca_file", "tls_cert_file")
 
 
 async def examine(
-    path: str | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+    path: str | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ, *, node: str = ""
 ) -> list[Finding]:
-    """Look at machine and installation and, with a config, at everything that it needs."""
-    findings: list[Finding] = []
-    config: RunConfig | None = None
-    if path is not None:
+    """Look at machine and installation and, with a config or a topology, at everything that it needs.
+
+    Args:
+        node: of a topology: the one that this machine is.
+
+    Raises:
+        ConfigError: the topology has no such node.
+    """
+    if path is None:
+        return await _examine(None, "", environ, needs_nats=True)
+    fix = f"mend {path}, or give another value with --set"
+    if is_topology(path):
         try:
-            config = load_config(path, overrides)
+            cluster = load_cluster(path, overrides=overrides)
         except ConfigError as wrong:
-            findings.append(error("config", str(wrong), f"mend {path}, or give another value with --set"))
+            return [*await _examine(None, "", environ, needs_nats=True), error("topology", str(wrong), fix)]
+        return await _examine_cluster(cluster, environ, node)
+    try:
+        config = load_config(path, overrides)
+    except ConfigError as wrong:
+        return [error("config", str(wrong), fix), *await _examine(None, "", environ, needs_nats=True)]
+    return await _examine(config, path, environ, needs_nats=config.broker.url == "embedded")
+
+
+async def _examine_cluster(cluster: Cluster, environ: Mapping[str, str], name: str) -> list[Finding]:
+    """The topology, then the node of it that this machine is, with the servers that it has not started yet left out."""
+    found, here = await look_at_cluster(cluster, environ)
+    node = chosen_node(cluster, here, name)
+    if node is None:
+        return [*await _examine(None, "", environ, needs_nats=False), *found]
+    config = node_config(cluster, node)
+    broker = config.broker
+    if cluster.brokers:  # theirs are looked at by the topology's checks
+        broker = BrokerSection(url="embedded", server_binary=broker.server_binary)
+    config = msgspec.structs.replace(config, broker=broker)
+    own = await _examine(config, str(cluster.path), environ, needs_nats=node.broker, looks_at_ports=False)
+    return [*own, *found]
+
+
+async def _examine(
+    config: RunConfig | None,
+    path: str,
+    environ: Mapping[str, str],
+    *,
+    needs_nats: bool,
+    looks_at_ports: bool = True,
+) -> list[Finding]:
+    findings: list[Finding] = []
     machine = await anyio.to_thread.run_sync(probe_machine, Path(config.run.dir if config else "."))
     least = (config or RunConfig()).run.min_free_disk_bytes
     findings += check_machine(machine, least_disk_bytes=least)
     findings.append(check_python(sys.version_info[:3]))
     findings += _packages(config)
-    if config is None or config.broker.url == "embedded":
+    if needs_nats:
         binary = config.broker.server_binary if config else ""
         findings.append(check_nats_server(*await anyio.to_thread.run_sync(probe_nats_server, binary)))
     findings += await _torch(config)
     if config is not None:
         findings += _config(config)
-        findings += _ports(config)
+        if looks_at_ports:
+            findings += _ports(config)
         findings += check_credentials(list(_credentials(config, environ)))
         findings += check_engines(
             config,
@@ -166,7 +209,7 @@ def _credentials(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Cred
             file = Path(place)
             there = file.is_file() and file.stat().st_size > 0
             secret = name in _CREDENTIAL_FILES
-            others = there and secret and bool(file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
+            others = there and secret and is_open_to_others(file)
             yield CredentialFacts(key=f"broker.{name}", place=place, present=there, open_to_others=others)
     if config.arena.url != LOCAL:
         for key, name in (

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -198,6 +199,11 @@ def probe_port(key: str, host: str, port: int) -> PortFacts:
     except OSError as error:
         found = error.strerror or str(error)
     return PortFacts(key=key, host=host, port=port, error=found)
+
+
+def is_open_to_others(file: Path) -> bool:
+    """Whether other users may read a file."""
+    return bool(file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
 def probe_holder(lock: Path) -> str:
