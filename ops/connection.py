@@ -129,20 +129,22 @@ async def _answering_or_served(folder: RunFolder, name: str, stack: AsyncExitSta
 async def _answering(folder: RunFolder, name: str, stack: AsyncExitStack) -> Broker:
     async with AsyncExitStack() as attempt:
         endpoints = folder.read_endpoints()
-        if "," not in endpoints.broker_url:  # of a cluster any server will do
-            await _check_port(endpoints.broker_url)
+        await check_port(endpoints.broker_url)
         broker = await attempt.enter_async_context(connect_to(endpoints, name=name, deadline_s=_ANSWER_S))
         await broker.log_status()  # another run's server may have taken the port
         stack.push_async_exit(attempt.pop_all().__aexit__)
         return broker
 
 
-async def _check_port(url: str) -> None:
-    """See at once that nobody listens there, where a client would try for a while.
+async def check_port(url: str) -> None:
+    """See at once that nobody listens there, where a client would try for a while. Of a cluster any server will do: nothing is
+    said of one.
 
     Raises:
         NotConnectedError: nobody does.
     """
+    if "," in url:
+        return
     place = urlsplit(url)
     try:
         with anyio.fail_after(_ANSWER_S):

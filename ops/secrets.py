@@ -81,6 +81,7 @@ def _standing(path: Path, *, may_make: bool) -> RunSecrets:
         arena_llm_api_key=secrets.token_urlsafe(32),
         broker_token=secrets.token_urlsafe(32),
     )
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:

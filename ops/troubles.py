@@ -11,10 +11,12 @@ from typing import Final
 
 import msgspec
 
+from ops.engines.announcing import fault
 from ops.logtools.plain import duration
+from pipeline.headroom import STORE_LABEL
 from pipeline.metrics import WorkerReport
 from pipeline.watchdog import BROKER, GONE_PREFIX, STOPPED_KIND, STOPPED_LABEL, Stuck, told
-from schemas.messages.engines import EngineAnnouncement, EngineState
+from schemas.messages.engines import EngineAnnouncement
 from stages.weights.receive import ERROR_LABEL, STATE_LABEL
 
 
@@ -36,7 +38,9 @@ class TroubleKind(StrEnum):
 
 
 ARENA_LABEL: Final = "arena_error"
-STORE_LABEL: Final = "store_error"
+STORE_FULL: Final = TroubleKind.STORE_FULL.value
+ENGINE_LABEL: Final = "engine"
+"""What an engine's worker calls its engine."""
 _OF_LABEL: Final[Mapping[str, TroubleKind]] = {
     STORE_LABEL: TroubleKind.STORE_FULL,
     ARENA_LABEL: TroubleKind.ARENA_AWAY,
@@ -45,6 +49,20 @@ _OF_LABEL: Final[Mapping[str, TroubleKind]] = {
     STOPPED_LABEL: TroubleKind.STAGE_STOPPED,
 }
 _ORDER: Final = tuple(TroubleKind)
+ADVICE: Final[Mapping[TroubleKind, str]] = {
+    TroubleKind.BROKER_AWAY: "look at the NATS server; workers keep what they have and go on by themselves",
+    TroubleKind.NODE_GONE: "start its share again: headrace up TOPOLOGY --node NAME; others have its work meanwhile",
+    TroubleKind.STAGE_STOPPED: "the supervisor starts it again; more is in its log, in the run's logs folder",
+    TroubleKind.STAGE_STUCK: "look at its process and at its log, in the run's logs folder; a stopped or killed one is followed by another",
+    TroubleKind.PROCESS_DEAD: "look whether it hangs, and at its log, in the run's logs folder; who started it by hand starts it again",
+    TroubleKind.STORE_FULL: "end what holds the mark, or raise the limit: headrace broker apply CONFIG --update",
+    TroubleKind.ARENA_AWAY: "headrace preflight CONFIG; running tasks are polled until their deadline",
+    TroubleKind.ENGINE_QUARANTINED: "headrace engine ps, headrace engine logs NAME; it serves again after a load and its probe",
+    TroubleKind.WEIGHTS_REFUSED: "the former version serves; the load is tried again until it succeeds or a newer version comes",
+    TroubleKind.STAGE_ERROR: "look at its log, in the run's logs folder",
+    TroubleKind.DEAD_LETTERS: "headrace dead list, then headrace dead retry ID or drop ID",
+}
+"""What a person may do."""
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,24 +98,29 @@ def troubles(
     found = [
         Trouble(kind=TroubleKind.NODE_GONE, what=node, text="none of its processes is left") for node in dead_nodes
     ]
-    found += [Trouble(kind=TroubleKind.PROCESS_DEAD, what=line, text="") for line in dead]
+    found += [_vanished(line) for line in dead]
     for report in reports:
         found += [_stuck(verdict, now_s) for verdict in told(report)]
         found += _of_report(report)
     found += [
-        Trouble(kind=TroubleKind.ENGINE_QUARANTINED, what=one.name, text=one.reason)
+        Trouble(kind=TroubleKind.ENGINE_QUARANTINED, what=one.name, text=wrong)
         for one in engines
-        if one.state is EngineState.QUARANTINED
+        if (wrong := fault(one))
     ]
     for stage, count in sorted((dead_letters or {}).items()):
         if count:
-            found.append(Trouble(kind=TroubleKind.DEAD_LETTERS, what=stage, text=f"{count}; see `headrace dead list`"))
+            found.append(Trouble(kind=TroubleKind.DEAD_LETTERS, what=stage, text=f"{count} open"))
     return sorted(_once(found), key=lambda trouble: _ORDER.index(trouble.kind))
 
 
 def _once(found: Iterable[Trouble]) -> Iterable[Trouble]:
     """One of each kind for each thing: several witnesses of one fault tell it once."""
     return {(trouble.kind, trouble.what): trouble for trouble in found}.values()
+
+
+def _vanished(obituary: str) -> Trouble:
+    what, ends, text = obituary.partition("): ")
+    return Trouble(kind=TroubleKind.PROCESS_DEAD, what=f"{what})" if ends else what, text=text)
 
 
 def _stuck(verdict: Stuck, now_s: float) -> Trouble:
@@ -114,11 +137,11 @@ def _stuck(verdict: Stuck, now_s: float) -> Trouble:
 
 
 def _of_report(report: WorkerReport) -> Iterable[Trouble]:
-    where = f"{report.stage} {report.worker}"
+    where = report.labels.get(ENGINE_LABEL) or f"{report.stage} {report.worker}"
     for label, text in report.labels.items():
         if label.startswith(GONE_PREFIX):
             yield Trouble(kind=TroubleKind.NODE_GONE, what=label.removeprefix(GONE_PREFIX), text=text)
         elif text and label in _OF_LABEL:
-            yield Trouble(kind=_OF_LABEL[label], what=where, text=text)
+            yield Trouble(kind=_OF_LABEL[label], what=where, text=text.removeprefix(f"blocked: {STORE_FULL}: "))
         elif text and label.endswith("_error"):
             yield Trouble(kind=TroubleKind.STAGE_ERROR, what=where, text=f"{label.removesuffix('_error')}: {text}")

@@ -44,6 +44,8 @@ log = structlog.get_logger("headrace.headroom")
 
 KEEPER: Final = "retention"
 """The service whose reports tell how full the store is."""
+STORE_LABEL: Final = "store_error"
+"""The label under which its reports tell that nothing new is begun, and why."""
 LOG_SHARE: Final = "log_share"
 PAYLOAD_SHARE: Final = "payload_share"
 STARTS_STOP_AT: Final = 0.9

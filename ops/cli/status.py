@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import groupby
 
 import anyio
 import msgspec
@@ -17,6 +18,7 @@ from ops.connection import look_at_run
 from ops.engines.listening import load_line
 from ops.logtools.plain import duration
 from ops.status import RunStatus, run_status
+from ops.troubles import ADVICE
 from ops.wiring import STAGES
 
 
@@ -70,15 +72,21 @@ def _print(found: RunStatus, console: Console) -> None:
     for line in (found.pacing, f"engines {engines}" if engines else "", f"nodes {nodes}" if nodes else ""):
         if line:
             console.print(Text(line))
-    for trouble in found.troubles:
-        console.print(Text(str(trouble), style="bold red"))
+    for kind, troubles in groupby(found.troubles, key=lambda trouble: trouble.kind):
+        for trouble in troubles:
+            console.print(Text(str(trouble), style="bold red"))
+        console.print(Text(f"  → {ADVICE[kind]}", style="dim"))
+    listed = found.stages if found.is_running else [stage for stage in found.stages if stage.pending or stage.in_hand]
+    if not listed:
+        console.print("nothing waits before any stage; `headrace report` tells what was done", style="dim")
+        return
     table = Table(box=None, pad_edge=False, expand=True)
     table.add_column("stage", no_wrap=True)
     for name in ("workers", "in", "out", "pending", "in hand", "dead"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("waits for", ratio=1)
     now = time.time()
-    for stage in found.stages:
+    for stage in listed:
         received = sum(report.received for report in stage.workers)
         published = sum(report.published for report in stage.workers)
         dead = sum(report.dead for report in stage.workers)

@@ -14,11 +14,28 @@ from broker.api import Broker
 from broker.errors import BrokerError
 from pipeline.metrics import Metrics
 from schemas.messages.engines import EngineAnnouncement, EngineState, engine_subject
+from stages.weights.receive import STATE_LABEL
 
 log = structlog.get_logger("headrace.engine")
 
 PERIOD_S: Final = 1.0
+_REASON_CHARS: Final = 300
 _FIGURES: Final = ("version", "running", "waiting", "capacity", "num_restarts")
+
+
+def fault(told: EngineAnnouncement) -> str:
+    """Why an engine is out of service: quarantined, or its server is started again; empty where nothing is wrong. Pure."""
+    match told.state:
+        case EngineState.QUARANTINED:
+            return told.reason or told.state.value
+        case EngineState.STARTING | EngineState.LOADING if told.num_restarts:
+            return _in_words(told)
+        case _:
+            return ""
+
+
+def _in_words(told: EngineAnnouncement) -> str:
+    return f"{told.state.value}: {told.reason}" if told.reason else told.state.value
 
 
 class Announcer:
@@ -72,8 +89,12 @@ class Announcer:
         self._metrics.labels.update(engine=told.name, url=told.url, state=told.state.value)
         self._metrics.gauges.update({name: float(getattr(told, name)) for name in _FIGURES})
         self._metrics.in_flight = told.running
+        if wrong := fault(told):
+            self._metrics.labels[STATE_LABEL] = wrong[:_REASON_CHARS]
+        elif told.state in (EngineState.SERVING, EngineState.DRAINING):
+            self._metrics.labels.pop(STATE_LABEL, None)
         if told.state is not EngineState.SERVING:
-            self._metrics.wait_for(f"{told.state.value}: {told.reason}" if told.reason else told.state.value)
+            self._metrics.wait_for(_in_words(told))
         elif told.running:
             self._metrics.work()
         else:

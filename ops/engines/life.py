@@ -5,7 +5,8 @@
        └── backoff ◀── ended, or unhealthy for too long ◀─┤
                                                           └── unhealthy: quarantined ──well again──▶ serving
 
-A server that was there before (attached) is never started or stopped: it is waited for.
+A server that was there before (attached) is never started or stopped: it is waited for. Until one that failed serves again,
+its announcements tell why.
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ class EngineLife:
         """Why the engine's weights can't be trusted; empty: they can."""
         self._unwell = ""
         """Why it does not answer; empty: it does."""
+        self._failure = ""
+        """Why the server has to be started again, until it serves."""
 
     async def run(self) -> None:
         """Until drained.
@@ -140,8 +143,8 @@ class EngineLife:
                     raise EngineGivenUpError(text) from error
                 log.warning("the server is started again", reason=str(error), delay_s=delay_s)
                 restarts = self._announcer.current.num_restarts + 1
-                state = EngineState.QUARANTINED if self._attached else EngineState.STARTING
-                self._announcer.be(state, str(error), url="", running=0, waiting=0, num_restarts=restarts)
+                self._failure = str(error)
+                self._begin(self._failure, url="", running=0, waiting=0, num_restarts=restarts)
                 with anyio.move_on_after(delay_s):
                     await self._draining.wait()
 
@@ -167,12 +170,9 @@ class EngineLife:
         """
         incarnation = f"{os.getpid():x}-{secrets.token_hex(3)}"
         self._quarantines, self._broken, self._unwell = 0, "", ""
-        self._announcer.be(
-            EngineState.STARTING,
-            "waiting for the server" if self._attached else "the server starts",
-            incarnation=incarnation,
-            refused_version=-1,
-        )
+        words = "waiting for the server" if self._attached else "the server starts"
+        told = f"{words}: {self._failure}" if self._failure else words
+        self._begin(told, incarnation=incarnation, refused_version=-1)
         async with self._start() as server, _ending_with(server), AsyncExitStack() as stack:
             engine, health = await self._until_ready(server.url, stack)
             self._announcer.be(EngineState.LOADING, "warming up", url=server.url, max_context=health.max_context)
@@ -181,14 +181,20 @@ class EngineLife:
             self._announcer.be(EngineState.LOADING, "the current weights", version=0)
             await weights.catch_up()
             self._announcer.tell(refused_version=weights.refused_version)
+            self._failure = ""
             self._settle()
             self._served = True
-            await self._serve(engine, weights)
+            await self._serve(engine, weights, stack.aclose)
 
-    async def _serve(self, engine: InferenceEngine, weights: Weights) -> None:
+    def _begin(self, reason: str, **fields: object) -> None:
+        """Starting; nobody starts an attached server that failed, so that it is quarantined until it is there again."""
+        state = EngineState.QUARANTINED if self._attached and self._failure else EngineState.STARTING
+        self._announcer.be(state, reason, **fields)
+
+    async def _serve(self, engine: InferenceEngine, weights: Weights, hang_up: Callable[[], Awaitable[object]]) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(weights.follow)
-            tasks.start_soon(self._watch, engine, weights)
+            tasks.start_soon(self._watch, engine, weights, hang_up)
             await self._draining.wait()
             self._announcer.be(EngineState.DRAINING, "told to end")
             await self._announcer.announce()
@@ -214,7 +220,7 @@ class EngineLife:
                             stack.push_async_exit(attempt.pop_all().__aexit__)
                             return engine, health
                 if self._attached:
-                    self._announcer.be(EngineState.STARTING, f"waiting for the server: {detail}")
+                    self._begin(f"waiting for the server: {detail}")
                 await anyio.sleep(self._settings.poll_s / 2)
         raise ServerFailedError(f"it was not healthy within {deadline_s:g} s: {detail}")
 
@@ -245,8 +251,9 @@ class EngineLife:
         except EngineError as error:
             raise ServerFailedError(f"the first request failed: {error}") from error
 
-    async def _watch(self, engine: InferenceEngine, weights: Weights) -> None:
-        """Look at the server now and then.
+    async def _watch(self, engine: InferenceEngine, weights: Weights, hang_up: Callable[[], Awaitable[object]]) -> None:
+        """Look at the server now and then. A swap in its midst is shielded: where the server hangs, it ends when its connection
+        is closed (`hang_up`).
 
         Raises:
             ServerFailedError: it has to be started again, or started anew by itself.
@@ -264,6 +271,7 @@ class EngineLife:
                         "it started anew"
                     )
             elif now_s - well_s > self._settings.unhealthy_s:
+                await hang_up()
                 raise ServerFailedError(f"not healthy for {now_s - well_s:.0f} s: {detail}")
             self._unwell = detail
             self._announcer.tell(refused_version=weights.refused_version)

@@ -89,5 +89,7 @@ class ReportFigures(msgspec.Struct, frozen=True, kw_only=True):
     """By reason."""
     controls: list[str]
     """What people asked of the run, with the time."""
+    purged_up_to: int = 0
+    """Sequence up to which messages may be gone: the account has them, figures by step and by time begin after it."""
     troubles: list[Trouble] = []
     """What was wrong with the run when the report was made, worst first; empty for a run that is over."""

@@ -8,11 +8,11 @@ from typing import Final
 import msgspec
 
 from broker.errors import BrokerError
-from ops.accounts import Account
+from ops.accounts import Account, KeptAccount, read_ledger
 from ops.config import RunConfig, assembly_settings, staleness_bound
 from ops.logtools.plain import moment
 from ops.logtools.sources import LiveSource, LogSource, tell
-from ops.report.figures import Fault, ReportFigures, StepFigures
+from ops.report.figures import Fault, Rate, ReportFigures, StepFigures
 from ops.report.hops import HopTimes, Throughput
 from pipeline.generations import Generations
 from schemas.errors import ConfigError, SchemaError
@@ -28,6 +28,9 @@ _TOPICS: Final = (
     "dead.letter",
 )  # fmt: skip
 _REASON_CHARS: Final = 80
+_NEVER_PURGED: Final = (RunStarted, StreamListed, Control, DeadLetter)
+_TRIES: Final = 3
+"""To read a log that is purged meanwhile."""
 
 
 async def gather(source: LogSource) -> ReportFigures:
@@ -36,12 +39,28 @@ async def gather(source: LogSource) -> ReportFigures:
     Raises:
         BrokerError: the log can't be read.
     """
-    reading = _Reading(source.run)
+    for _ in range(_TRIES):
+        kept = await _kept(source)
+        reading = await _read(source, kept)
+        if (await _kept(source)).sequence == kept.sequence:
+            break
+    else:
+        raise BrokerError(f"the log of run {source.run} was purged {_TRIES} times while it was read: try again")
+    await _open_manifests(source, reading)
+    return reading.result(source.place, await _folded_up_to(source, reading))
+
+
+async def _kept(source: LogSource) -> KeptAccount:
+    """The account of what was purged; a recording has what was purged later."""
+    return await read_ledger(source.broker) if isinstance(source, LiveSource) else KeptAccount()
+
+
+async def _read(source: LogSource, kept: KeptAccount) -> _Reading:
+    reading = _Reading(source.run, kept)
     async for record in source.read([f"{PREFIX}.{source.run}.{topic}.>" for topic in _TOPICS]):
         told = tell(record)
         reading.take(told.message, record.sequence, record.unix_time_s)
-    await _open_manifests(source, reading)
-    return reading.result(source.place, await _folded_up_to(source, reading))
+    return reading
 
 
 async def _open_manifests(source: LogSource, reading: _Reading) -> None:
@@ -72,13 +91,18 @@ async def _folded_up_to(source: LogSource, reading: _Reading) -> int:
 class _Reading:
     """Collects messages in the order of the log."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, kept: KeptAccount) -> None:
+        """Args:
+        run: its id.
+        kept: what the run's account had counted before it was purged.
+        """
         self.run: Final = run
+        self._kept: Final = kept
         self.steps: Final[dict[int, StepFigures]] = {}
         self.manifests: Final[dict[int, PayloadRef]] = {}
         self.num_manifests_missing = 0
         self.folded_at_least = 0
-        self._account: Final = Account(run, staleness_bound=None)
+        self._account: Final = Account(run, staleness_bound=None, state=kept.state)
         self._hops: Final = HopTimes()
         self._throughput: Final = Throughput()
         self._started: RunStarted | None = None
@@ -90,6 +114,8 @@ class _Reading:
         self._latest: Final[dict[str, int]] = {}
         """Of each open group: where its latest trajectory stands."""
         self._first_s = self._last_s = 0.0
+        self._whole_from_s = 0.0
+        """From when on nothing was purged."""
         self._num_messages = self._num_unreadable = 0
         self._generations: Final = Generations()
 
@@ -101,7 +127,7 @@ class _Reading:
         if message is None:
             self._num_unreadable += 1
             return
-        self._account.take(message, sequence)
+        self._count(message, sequence, time_s)
         self._hops.take(message, time_s)
         match message:
             case RunStarted():
@@ -131,6 +157,12 @@ class _Reading:
                 self._letters[message.stage, message.reason] = (count + 1, message)
             case _:
                 pass
+
+    def _count(self, message: msgspec.Struct, sequence: int, time_s: float) -> None:
+        if sequence > self._kept.sequence:
+            self._account.take(message, sequence)
+        if not isinstance(message, _NEVER_PURGED):
+            self._whole_from_s = self._whole_from_s or time_s
 
     def _assembled(self, message: StepAssembled, time_s: float) -> None:
         if message.step in self.steps:
@@ -175,7 +207,8 @@ class _Reading:
             steps=[self.steps[step] for step in sorted(self.steps)],
             num_manifests_missing=self.num_manifests_missing,
             hops=self._hops.result(),
-            rates=self._throughput.result(self._first_s, self._last_s),
+            rates=self._rates(),
+            purged_up_to=self._kept.sequence,
             faults=[
                 Fault(
                     stage=stage,
@@ -189,6 +222,16 @@ class _Reading:
             rejected_slots=dict(self._rejected.most_common(12)),
             controls=self._controls,
         )
+
+    def _rates(self) -> list[Rate]:
+        """Tokens by time, from when on all are known."""
+        if not self._kept.sequence:
+            return self._throughput.result(self._first_s, self._last_s)
+        later_s = self._whole_from_s - self._first_s
+        return [
+            msgspec.structs.replace(rate, since_start_s=rate.since_start_s + later_s)
+            for rate in self._throughput.result(self._whole_from_s, self._last_s)
+        ]
 
 
 def _settings(started: RunStarted | None) -> tuple[int | None, str]:

@@ -10,6 +10,7 @@ from ops.logtools.plain import duration, moment
 from ops.report.charts import Series, bars, line_chart, short
 from ops.report.figures import ReportFigures, StepFigures
 from ops.report.style import STYLE
+from ops.troubles import ADVICE
 
 _LOSSES: Final = (
     "step_loss", "entropy", "ratio", "clip_fraction", "approx_kl", "grad_norm", "critic_loss", "critic_grad_norm", "lr",
@@ -26,6 +27,7 @@ def page(figures: ReportFigures) -> str:
     body = "".join(
         (
             _head(figures),
+            _section("Wrong when this was made", _troubles(figures)),
             _tiles(figures),
             _section("Learning", _learning(figures)),
             _section("Update", _update(figures)),
@@ -47,6 +49,7 @@ def _head(figures: ReportFigures) -> str:
         f"started {figures.num_starts} times" if figures.num_starts > 1 else "",
         f"streams {', '.join(figures.streams)}" if figures.streams else "",
         f"estimator {figures.estimator}" if figures.estimator else "",
+        "its beginning was purged: charts and waits are of what is kept" if figures.purged_up_to else "",
         f"headrace {figures.headrace_version}" if figures.headrace_version else "",
     ]
     line = " · ".join(escape(part) for part in parts if part)
@@ -76,14 +79,23 @@ def _tiles(figures: ReportFigures) -> str:
     ) + "</div>"  # fmt: skip
 
 
+def _troubles(figures: ReportFigures) -> Iterable[str]:
+    if figures.troubles:
+        rows = [(one.kind.value, one.what, one.text, ADVICE[one.kind]) for one in figures.troubles]
+        head = ("what", "where", "what is known of it", "what to do")
+        yield _card("", _table(head, rows), wide=True, bad=True)
+
+
 def _section(title: str, cards: Iterable[str]) -> str:
     inside = "".join(cards)
     return f'<h2>{title}</h2><div class="cards">{inside}</div>' if inside else ""
 
 
-def _card(title: str, inside: str, *, remark: str = "", wide: bool = False) -> str:
+def _card(title: str, inside: str, *, remark: str = "", wide: bool = False, bad: bool = False) -> str:
     below = f'<p class="dim">{escape(remark)}</p>' if remark else ""
-    return f'<section class="card{" wide" if wide else ""}"><h3>{escape(title)}</h3>{inside}{below}</section>'
+    above = f"<h3>{escape(title)}</h3>" if title else ""
+    kinds = "".join((" wide" if wide else "", " alarm" if bad else ""))
+    return f'<section class="card{kinds}">{above}{inside}{below}</section>'
 
 
 def _line(name: str, steps: Sequence[StepFigures], value: Callable[[StepFigures], float | None]) -> Series:
@@ -193,9 +205,6 @@ def _counts(counts: dict[str, int]) -> str:
 
 def _faults(figures: ReportFigures) -> Iterable[str]:
     account = figures.account
-    if figures.troubles:
-        rows = [(trouble.kind.value, trouble.what, trouble.text) for trouble in figures.troubles]
-        yield _card("Wrong when this was made", _table(("what", "where", "what is known of it"), rows), wide=True)
     if figures.faults:
         rows = [(fault.stage, fault.reason, str(fault.count), fault.example, fault.letter) for fault in figures.faults]
         head = ("stage", "reason", "letters", "the newest one's error", "headrace dead show")

@@ -33,9 +33,10 @@ i.c4{background:#56b4e9}i.c5{background:#d55e00}i.c6{background:#b3a600}i.c7{bac
 .bar{display:grid;grid-template-columns:minmax(90px,38%) 1fr auto;gap:10px;align-items:center;margin:5px 0}
 .bar .name{overflow-wrap:anywhere}.bar .value{font-variant-numeric:tabular-nums;min-width:3ch;text-align:right}
 .track{background:var(--line);border-radius:3px;height:10px;overflow:hidden}.track i{display:block;height:100%;background:var(--bar)}
-table{border-collapse:collapse;width:100%;font-size:13px}th{text-align:left;color:var(--dim);font-weight:500}
+table{border-collapse:collapse;width:100%;font-size:13px}th{text-align:left;color:var(--dim);font-weight:500;white-space:nowrap}
 th,td{padding:4px 14px 4px 0;border-bottom:1px solid var(--line);vertical-align:top;overflow-wrap:anywhere}
 tbody tr:last-child td{border-bottom:0}.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.alarm{border-left:4px solid var(--bad)}.alarm td:first-child{font-weight:600;color:var(--bad);white-space:nowrap}
 .none{color:var(--dim);margin:0}
 @media(max-width:640px){main{padding:14px 10px 32px}.wide thead{display:none}
 .wide tr{display:block;padding:8px 0;border-bottom:1px solid var(--line)}.wide tbody tr:last-child{border-bottom:0}

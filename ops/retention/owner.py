@@ -23,7 +23,7 @@ from broker.errors import BrokerError, StoreFullError
 from ops.accounts import LEDGER_KEY
 from ops.retention.follow import LogFollower
 from ops.retention.ledger import Ledger
-from pipeline.headroom import LOG_SHARE, PAYLOAD_SHARE
+from pipeline.headroom import LOG_SHARE, PAYLOAD_SHARE, STORE_LABEL
 from pipeline.holds import HOLDS, MARK_KEY, HoldWatch, read_mark
 from pipeline.lease import HeldLease, LeaseLostError
 from pipeline.log import RunLog
@@ -118,8 +118,10 @@ class RetentionOwner:
         mark = await self._mark(follower)
         if most >= settings.purge_above and mark.sequence > self._retain.sequence:
             await self._purge(follower, mark)
-        await self._tell_pressure(most, mark, status)
-        self._report(shares, mark, status)
+        full = most >= (settings.sampling_resumes_at if self._told_full else settings.sampling_stops_at)
+        self._report(shares, mark, status, full=full)
+        if full != self._told_full:
+            await self._tell_pressure(mark, status, full=full)
 
     async def _mark(self, follower: LogFollower) -> Mark:
         """The mark now. Where the log ends is looked at before who needs what."""
@@ -206,12 +208,12 @@ class RetentionOwner:
             found.add(msgspec.msgpack.decode(ledger[0], type=FoldCheckpoint).state.id)
         return found
 
-    async def _tell_pressure(self, most: float, mark: Mark, status: LogStatus) -> None:
-        """Put on the log that the store is nearly full, or that it is no longer: sampling obeys."""
-        settings = self._settings
-        full = most >= (settings.sampling_resumes_at if self._told_full else settings.sampling_stops_at)
-        if full == self._told_full:
-            return
+    async def _tell_pressure(self, mark: Mark, status: LogStatus, *, full: bool) -> None:
+        """Put on the log that the store is nearly full, or that it is no longer: sampling obeys.
+
+        Raises:
+            StoreFullError: the log takes no word more; the report tells it all the same.
+        """
         reason = fill_text(status) if full else ""
         told = Retain(
             ordinal=self._retain.ordinal + 1,
@@ -226,19 +228,19 @@ class RetentionOwner:
         self._told_full = full
         log.warning("the store is nearly full: nothing new is begun" if full else "there is room again", fill=reason)
 
-    def _report(self, shares: Sequence[float], mark: Mark, status: LogStatus) -> None:
+    def _report(self, shares: Sequence[float], mark: Mark, status: LogStatus, *, full: bool) -> None:
         metrics, text = self._metrics, fill_text(status)
         metrics.gauges.update(
-            {LOG_SHARE: shares[0], PAYLOAD_SHARE: shares[1], "mark": mark.sequence, "blocked": float(self._told_full)}
+            {LOG_SHARE: shares[0], PAYLOAD_SHARE: shares[1], "mark": mark.sequence, "blocked": float(full)}
         )
         holder = f"; the mark stands at {mark.sequence}, held by {mark.held_by or 'nobody'}"
         metrics.labels["mark"] = f"{mark.sequence} {mark.held_by}".strip()
-        if not self._told_full:
-            metrics.labels.pop("store_error", None)
+        if not full:
+            metrics.labels.pop(STORE_LABEL, None)
             metrics.wait_for(f"nothing: {text}")
             return
         blocked = f"blocked: store full: {text}{holder}"
-        metrics.labels["store_error"] = blocked
+        metrics.labels[STORE_LABEL] = blocked
         metrics.wait_for(f"blocked: store full; held by {mark.held_by or 'nobody'}")
         if time.monotonic() - self._said_s >= _SAY_AGAIN_S:
             self._said_s = time.monotonic()
@@ -265,14 +267,13 @@ def share(used: int, limit: int) -> float:
 
 
 def fill_text(status: LogStatus) -> str:
-    """How full the store is, in words."""
+    """How full the store is, in words; the fuller part first."""
 
     def part(name: str, used: int, limit: int) -> str:
         return f"{name} {used / 1e6:,.1f} MB" + (f" of {limit / 1e6:,.1f} ({used / limit:.0%})" if limit > 0 else "")
 
-    return ", ".join(
-        (
-            part("log", status.size_bytes, status.max_bytes),
-            part("payloads", status.payload_bytes, status.payload_max_bytes),
-        )
+    stores = (
+        ("log", status.size_bytes, status.max_bytes),
+        ("payloads", status.payload_bytes, status.payload_max_bytes),
     )
+    return ", ".join(part(*store) for store in sorted(stores, key=lambda store: -share(store[1], store[2])))

@@ -155,8 +155,7 @@ async def kept_engines(
         yield there
         return
     keeper = EngineKeeper(config, share, folder, environment, supervisor, broker)
-    async with AsyncExitStack() as stack:
-        tasks = await stack.enter_async_context(anyio.create_task_group())
+    async with anyio.create_task_group() as tasks, AsyncExitStack() as stack:
         if share.control:
             await stack.enter_async_context(broker.serve(registry_subject(broker.run), keeper.answer))
         tasks.start_soon(keeper.listen)

@@ -19,7 +19,7 @@ from broker.connect import connect
 from broker.errors import NoSuchStreamError, NotConnectedError, StoreLockedError
 from broker.settings import ConnectSettings
 from ops.config import RunConfig
-from ops.connection import broker_login, find_run, served_store
+from ops.connection import broker_login, check_port, find_run, served_store
 from ops.run_folder import RunFolder, RunFolderError
 from pipeline.log import RunLog
 from schemas.config import RolloutSection, SamplingSection
@@ -131,6 +131,7 @@ async def _connected(source: SourceRun, stack: AsyncExitStack) -> Broker:
     settings = source.settings
     if source.folder:
         settings = msgspec.structs.replace(settings, connect_deadline_s=_ANSWER_S)
+        await check_port(source.url)
     broker = await stack.enter_async_context(connect(source.url, source.run, settings))
     await broker.log_status()
     return broker

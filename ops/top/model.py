@@ -12,6 +12,7 @@ from ops.status import service_of
 from ops.troubles import Trouble, troubles
 from pipeline.generations import Generations
 from pipeline.metrics import WorkerReport
+from pipeline.presence import Presence, dead_nodes, missing, obituary
 from schemas.messages.engines import EngineAnnouncement
 from schemas.messages.rollout import Trajectory
 from schemas.messages.sampling import DeadDropped, DeadLetter, DeadRetry, GroupClosed, GroupIssued
@@ -93,6 +94,8 @@ class Model:
         """Letters by stage."""
         self.open_letters: Final[set[tuple[str, int]]] = set()
         """Stage and sequence of those that nobody has dropped or sent again."""
+        self.roll: list[Presence] = []
+        """Every process that did not end in good order."""
         self.position = 0
         """Up to where the log was read."""
         self.log_messages = 0
@@ -190,7 +193,15 @@ class Model:
             return []
         letters = Counter(service_of(stage) for stage, _ in self.open_letters)
         fresh = [worker.report for worker in self.workers.values() if now_s - worker.report.unix_time_s <= HEARD_S]
-        return troubles(fresh, engines=self.engines.values(), dead_letters=letters, now_s=now_s)
+        dead = missing(self.roll, heard=frozenset(report.worker for report in fresh), now=now_s)
+        return troubles(
+            fresh,
+            engines=self.engines.values(),
+            dead=[obituary(one, now=now_s) for one in dead],
+            dead_nodes=dead_nodes(self.roll, dead),
+            dead_letters=letters,
+            now_s=now_s,
+        )
 
     def take_stream_rewards(self, rewards: dict[str, float]) -> None:
         """Mean rewards of one step, by stream."""

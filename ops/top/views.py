@@ -14,6 +14,7 @@ from ops.running.progress import STALE_REPORT_S
 from ops.running.screen import sparkline
 from ops.status import pacing
 from ops.top.model import Backlog, GroupLine, Model, Worker
+from ops.troubles import ADVICE, Trouble
 from ops.wiring import STAGES
 from pipeline.watchdog import WATCHDOG
 from schemas.messages.engines import EngineState
@@ -48,10 +49,7 @@ def head(model: Model, width: int, now_s: float) -> Text:
         if model.asked.word:
             why = f" ({model.asked.reason})" if model.asked.reason else ""
             text.append(f"{model.asked.word}{why}: r goes on" + ("\n" if wrong else ""), "bold yellow")
-        shown = [str(trouble) for trouble in wrong[:TROUBLES_SHOWN]]
-        if len(wrong) > TROUBLES_SHOWN:
-            shown[-1] = f"{shown[-1]}; and {len(wrong) - TROUBLES_SHOWN} more: headrace status"
-        text.append("\n".join(shown), "bold red")
+        text.append(Text("\n").join(_trouble_lines(wrong, width)))
     else:
         text.append(f"log {model.log_messages:,} messages, {size(model.log_bytes)}", "dim")
         keys = [
@@ -62,6 +60,22 @@ def head(model: Model, width: int, now_s: float) -> Text:
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Text("\n").join(lines)
+
+
+def _trouble_lines(wrong: Sequence[Trouble], width: int) -> list[Text]:
+    """The worst ones, each with what a person may do where there is room for all of it."""
+    lines: list[Text] = []
+    for number, trouble in enumerate(wrong[:TROUBLES_SHOWN], start=1):
+        line = Text(str(trouble), "bold red")
+        if number == TROUBLES_SHOWN < len(wrong):
+            more = f"; and {len(wrong) - TROUBLES_SHOWN} more: headrace status"
+            line.truncate(max(1, width - len(more)), overflow="ellipsis")
+            line.append(more)
+        advice = f"  → {ADVICE[trouble.kind]}"
+        if line.cell_len + len(advice) <= width:
+            line.append(advice, "not bold dim")
+        lines.append(line)
+    return lines
 
 
 def stages(model: Model, width: int, now_s: float) -> Table:

@@ -15,6 +15,7 @@ from ops.status import service_of
 from ops.top.model import Backlog, Model
 from pipeline.log import RunLog
 from pipeline.metrics import REPORT_PREFIX, WorkerReport
+from pipeline.presence import roll_call
 from schemas.errors import SchemaError
 from schemas.messages.engines import EngineAnnouncement, engines_pattern
 from schemas.messages.training import Manifest, StepAssembled
@@ -44,6 +45,8 @@ _MANIFESTS: Final = 60
 """Newest steps whose rewards are told by stream at the beginning."""
 _ASK_EVERY_S: Final = 1.0
 _TRY_AGAIN_S: Final = 1.0
+_ANSWER_S: Final = 10.0
+"""A broker that has not answered for so long is told to be away."""
 _COUNTED: Final = 100
 _FOLDS: Final = {
     "sampling": tuple(topic.name for topic in SamplingFold.consumes),
@@ -123,9 +126,17 @@ async def _tell_streams(broker: Broker, model: Model, ref: PayloadRef) -> None:
 
 async def _ask(broker: Broker, model: Model) -> None:
     while True:
-        status = await broker.log_status()
+        try:
+            with anyio.fail_after(
+                _ANSWER_S
+            ):  # a connection that is lost, or is not known to be, is waited for much longer
+                status = await broker.log_status()
+                model.backlogs = await backlogs(broker, model)
+                model.roll = await roll_call(broker)
+        except TimeoutError:
+            model.problem = f"nothing for {_ANSWER_S:g} s"
+            continue
         model.log_messages, model.log_bytes = status.num_messages, status.size_bytes
-        model.backlogs = await backlogs(broker, model)
         model.problem = ""
         model.forget_silent(time.time())
         await anyio.sleep(_ASK_EVERY_S)

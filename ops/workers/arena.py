@@ -45,8 +45,7 @@ async def run_arena_launch(context: WorkerContext) -> None:
     """Launch episodes until the worker drains."""
     config, metrics = context.config, context.metrics(STAGE)
     streams = run_streams(config)
-    async with AsyncExitStack() as stack:
-        following = await stack.enter_async_context(anyio.create_task_group())
+    async with anyio.create_task_group() as following, AsyncExitStack() as stack:
         runners: dict[StreamRunner, EpisodeRunner] = {}
         if any(stream.runner is StreamRunner.ARENA for stream in streams.values()):
             slot = stack.enter_context(

@@ -29,6 +29,10 @@ _REASON_CHARS: Final = 300
 _LAST_WORD_S: Final = 2.0
 
 
+def _nothing() -> None:
+    pass
+
+
 class WorkerContext:
     """Shared by the services of one process."""
 
@@ -56,6 +60,8 @@ class WorkerContext:
         """The one engine that this process looks after, if it does."""
         self._metrics: Final[list[Metrics]] = []
         self._drains: Final[list[Callable[[], None]]] = []
+        self.on_stop: Callable[[], None] = _nothing
+        """Called when a stage of this process stops for a reason of its own."""
 
     def metrics(self, stage: str) -> Metrics:
         """New counters, announced every second."""
@@ -110,6 +116,8 @@ class WorkerContext:
         """Tell why a stage of this process stops, as its last report, so that the reason is known where people look."""
         told = next((metrics for metrics in self._metrics if metrics.stage == stage), None) or self.metrics(stage)
         told.labels[STOPPED_LABEL] = describe(error)[:_REASON_CHARS]
+        self.on_stop()
+        log.error("a stage stops", stage=stage, error=told.labels[STOPPED_LABEL])
         with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S):
             try:
                 await self.broker.announce(

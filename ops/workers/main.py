@@ -25,6 +25,7 @@ from ops.supervise.process import EXIT_GIVEN_UP
 from ops.tracing import tracing_of
 from ops.wiring import run_service
 from ops.workers.context import WorkerContext
+from ops.workers.last_resort import end_in_any_case
 from ops.workers.slots import claim_slot
 from pipeline.logs import set_up_logs
 from pipeline.presence import PresenceLease
@@ -56,6 +57,7 @@ async def run_worker(
     with tracing_of(config.run.id, names, os.environ) as tracing:
         async with connect_to(endpoints, name=names) as broker:
             context = WorkerContext(folder, config, endpoints, broker, engine=plan, tracing=tracing)
+            context.on_stop = end_in_any_case
             return await _serve(context, stages)
 
 

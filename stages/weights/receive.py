@@ -54,6 +54,7 @@ READING_LABEL: Final = "weights_reading"
 """The label under which a report tells that its engine fetches a version from the store: `version-generation`."""
 ERROR_LABEL: Final = "weights_error"
 STATE_LABEL: Final = "engine_state"
+"""The label under which a report tells why its engine is quarantined."""
 
 
 class ReceiverSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,7 +220,7 @@ class Receiver:
 
     def _set_state(self, state: EngineState, reason: str) -> None:
         if state is EngineState.QUARANTINED:
-            self._metrics.labels[STATE_LABEL] = f"{state.value}: {reason}"[:300]
+            self._metrics.labels[STATE_LABEL] = reason[:300]
             log.error("the engine is quarantined until weights are loaded", engine=self._engine.name, reason=reason)
         else:
             self._metrics.labels.pop(STATE_LABEL, None)

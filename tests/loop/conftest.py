@@ -20,11 +20,14 @@ from ops.connection import connect_to
 from ops.run_folder import Endpoints, RunFolder, RunFolderError
 from pipeline.log import RunLog
 from schemas.topics import STEP_TRAINED
+from stages.policy.byte_level import write_tokenizer_files
+from stages.training.standin import StandInBackend
 
 ROOT = Path(__file__).parents[2]
 # importlib mode leaves sys.path alone, and the tests of this folder import what they share by name.
 sys.path.insert(0, str(Path(__file__).parent))
 SMOKE = ROOT / "examples" / "smoke.toml"
+FAKE_SERVER = ROOT / "tests" / "ops" / "engines" / "fake_server_process.py"
 
 
 class RunProcess:
@@ -125,3 +128,17 @@ def headrace(tmp_path: Path):
                         process.kill()
 
     return start
+
+
+@pytest.fixture
+def with_servers(tmp_path: Path) -> tuple[str, ...]:
+    """Arguments of a run that samples from two fake vLLM servers, and whose policy fits the stand-in trainer."""
+    folder = tmp_path / "policy"
+    StandInBackend(str(tmp_path / "checkpoints")).export_weights(str(folder))
+    write_tokenizer_files(folder, max_context=256)
+    (folder / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 264}')
+    command = json.dumps([sys.executable, str(FAKE_SERVER)])
+    return (
+        *("--set", "engine.kind=vllm", "--set", "engine.count=2", "--set", f"engine.command={command}"),
+        *("--set", f"policy.folder={folder}"),
+    )

@@ -6,6 +6,7 @@ from pathlib import Path
 import anyio
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -71,6 +72,10 @@ async def test_a_run_that_is_over_is_served_in_parts_and_its_end_ends_the_second
     _, _, records = await log_of(finished)
     await finished.server.stop()
     config = second(tmp_path, steps=2)
+    with capture_logs() as told:
+        async with open_source(find_source(config)) as (_, is_over):
+            assert is_over
+    assert [line for line in told if line["log_level"] in ("warning", "error")] == []
     first_part = await run(config)
     assert first_part.account.steps == 2
     outcome = await run(second(tmp_path, steps=None))

@@ -12,7 +12,6 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import psutil
-import pytest
 
 from ops.engines.listening import heard_engines
 from ops.engines.server_process import free_port
@@ -20,24 +19,8 @@ from pipeline.log import RunLog
 from schemas.messages.engines import EngineAnnouncement, EngineState
 from schemas.messages.training import WeightsLoaded
 from schemas.topics import STEP_TRAINED, WEIGHTS_LOADED
-from stages.policy.byte_level import write_tokenizer_files
-from stages.training.standin import StandInBackend
 
 FAKE = Path(__file__).parents[1] / "ops" / "engines" / "fake_server_process.py"
-
-
-@pytest.fixture
-def with_servers(tmp_path: Path) -> tuple[str, ...]:
-    """Arguments of a run that samples from two fake vLLM servers, and whose policy fits the stand-in trainer."""
-    folder = tmp_path / "policy"
-    StandInBackend(str(tmp_path / "checkpoints")).export_weights(str(folder))
-    write_tokenizer_files(folder, max_context=256)
-    (folder / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 264}')
-    command = json.dumps([sys.executable, str(FAKE)])
-    return (
-        *("--set", "engine.kind=vllm", "--set", "engine.count=2", "--set", f"engine.command={command}"),
-        *("--set", f"policy.folder={folder}"),
-    )
 
 
 def servers(run) -> list[psutil.Process]:

@@ -142,7 +142,9 @@ def test_a_run_that_is_over_can_be_looked_at(ended, capsys, tmp_path):
         return capsys.readouterr().out
 
     folder = str(ended.folder)
-    assert "not running" in called("status", folder)
+    looked = called("status", folder)
+    assert "not running" in looked
+    assert "nothing waits before any stage" in looked
     assert json.loads(called("status", folder, "--json"))["is_running"] is False
     steps = (called("tap", "step.trained", "--run", folder, "--from-start", "--json")).splitlines()
     assert len(steps) == 6

@@ -25,7 +25,7 @@ from ops.run_folder import Endpoints, RunFolder
 from ops.status import run_status
 from ops.top.model import Model
 from ops.top.views import head
-from ops.troubles import TroubleKind, troubles
+from ops.troubles import ADVICE, TroubleKind, troubles
 from ops.watchdog import RunWatch
 from ops.wiring import STAGES, run_service
 from ops.workers.arena import _tell_silence, _told_in
@@ -85,7 +85,7 @@ FAULTS = {
         "HeadraceArenaAway",
     ),
     "engine quarantined": (
-        report("gateway", labels={"engine_state": "quarantined: half loaded"}),
+        report("gateway", labels={"engine_state": "half loaded"}),
         "half loaded",
         "HeadraceEngineQuarantined",
     ),
@@ -127,6 +127,7 @@ async def test_a_fault_is_seen_by_name_in_status_top_alert_and_report(name):
     printed = StringIO()
     _print(status, Console(file=printed, width=300))
     assert f"{name}: " in printed.getvalue()
+    assert f"→ {ADVICE[TroubleKind(name)]}" in printed.getvalue()
 
     model = Model("r")
     model.take_report(told)
@@ -142,6 +143,24 @@ async def test_a_fault_is_seen_by_name_in_status_top_alert_and_report(name):
 def test_every_kind_of_trouble_is_in_the_table_or_has_a_test_of_its_own():
     own = {TroubleKind.DEAD_LETTERS, TroubleKind.PROCESS_DEAD, TroubleKind.STAGE_ERROR}
     assert {TroubleKind(name) for name in FAULTS} | own == set(TroubleKind)
+
+
+def test_each_kind_says_what_to_do_in_status_and_in_a_wide_top():
+    assert set(ADVICE) == set(TroubleKind)
+    model = Model("r")
+    model.take_report(msgspec.structs.replace(FAULTS["arena away"][0], unix_time_s=time.time()))
+    model.position = 1
+    advice = f"→ {ADVICE[TroubleKind.ARENA_AWAY]}"
+    assert advice in head(model, 200, time.time()).plain
+    assert "→" not in head(model, 80, time.time()).plain
+
+
+def test_an_engine_that_its_worker_and_its_announcement_tell_of_is_one_trouble():
+    told = report("engine", labels={"engine": "vllm-0", "engine_state": "no answer within 5 s"})
+    announced = msgspec.structs.replace(QUARANTINED, reason="no answer within 5 s")
+    assert [str(one) for one in troubles([told], engines=[announced], now_s=NOW_S)] == [
+        "engine quarantined: vllm-0: no answer within 5 s"
+    ]
 
 
 def test_nothing_is_wrong_with_a_healthy_run_and_no_alert_fires():

@@ -89,6 +89,8 @@ class Server:
     async def _call(self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float | None) -> bytes:
         limit_s = self._settings.call_timeout_s if timeout_s is None else timeout_s
         data, headers = (None, {}) if body is None else (msgspec.json.encode(body), _JSON)
+        if self._session.closed:
+            raise EngineUnavailableError(f"{self._where(path)}: the client was closed")
         try:
             with anyio.fail_after(limit_s):
                 async with self._session.request(method, self._url + path, data=data, headers=headers) as response:

@@ -44,6 +44,7 @@ async def main() -> None:
     parser.add_argument("--tokens", type=int, default=-1)
     parser.add_argument("--parent", type=int, default=0)
     parser.add_argument("--kind", default="vllm")
+    parser.add_argument("--mark", default="", help="whom it belongs to, for who looks at processes")
     options, _ = parser.parse_known_args()
     if options.parent:
         die_with_parent(options.parent)

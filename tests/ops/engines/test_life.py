@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 from broker.memory import MemoryBroker, MemoryServer
-from ops.engines.announcing import Announcer
+from ops.engines.announcing import Announcer, fault
 from ops.engines.life import EngineGivenUpError, EngineLife, LifeSettings, RunningServer
 from pipeline.metrics import Metrics
 from schemas.messages.engines import EngineAnnouncement, EngineState, engines_pattern
 from schemas.messages.training import WeightsLoaded
 from stages.engine.scripted import ScriptedEngine
 from stages.ports import EngineUnavailableError, SwapMode
+from stages.weights.receive import STATE_LABEL
 
 FAST = LifeSettings(poll_s=0.005, first_delay_s=0.001, start_timeout_s=5.0, unhealthy_s=0.05, drain_deadline_s=1.0)
 
@@ -40,6 +41,9 @@ class Weights:
             await self.load(self.house.published)
 
     async def follow(self) -> None:
+        if self.house.swaps_hang:
+            with anyio.CancelScope(shield=True):
+                await self.house.hung_up[-1].wait()
         await anyio.sleep_forever()
 
 
@@ -56,9 +60,13 @@ class House:
         self.ends: list[anyio.Event] = []
         self.weights: Weights | None = None
         self.fails_to_start = 0
+        self.swaps_hang = False
+        self.hung_up: list[anyio.Event] = []
+        """By connection: it was closed."""
         self.heard: list[EngineAnnouncement] = []
         first = EngineAnnouncement(name="e", kind="vllm", state=EngineState.STARTING, attached=attached)
-        self.announcer = Announcer(self.broker, first, Metrics("demo", "engine"))
+        self.metrics = Metrics("demo", "engine")
+        self.announcer = Announcer(self.broker, first, self.metrics)
         self.life = EngineLife(
             self.announcer,
             settings,
@@ -87,7 +95,10 @@ class House:
     async def connect(self, url: str) -> AsyncGenerator[ScriptedEngine]:
         if self.ends[-1].is_set():
             raise EngineUnavailableError("refused")
+        closed = anyio.Event()
+        self.hung_up.append(closed)
         yield self.engines[-1]
+        closed.set()
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -173,6 +184,16 @@ async def test_an_unhealthy_server_is_quarantined_at_once_and_restarted_when_tha
         await wait_until(lambda: len(house.engines) == 2 and house.now.state is EngineState.SERVING)
 
 
+async def test_a_server_that_hangs_amid_a_swap_is_left_though_swaps_are_shielded(wait_until) -> None:
+    house = House()
+    house.swaps_hang = True
+    async with house.running():
+        await wait_until(lambda: house.now.state is EngineState.SERVING)
+        house.engines[0].failing = "no answer"
+        house.swaps_hang = False
+        await wait_until(lambda: len(house.engines) == 2 and house.now.state is EngineState.SERVING)
+
+
 async def test_half_loaded_weights_quarantine_the_engine_and_a_second_failure_restarts_its_server(wait_until) -> None:
     house = House()
     async with house.running():
@@ -208,11 +229,32 @@ async def test_an_attached_server_that_is_away_is_waited_for(wait_until) -> None
     house.fails_to_start = 0
     async with house.running():
         await wait_until(lambda: house.now.state is EngineState.SERVING)
+        assert STATE_LABEL not in house.metrics.labels
         house.engines[0].failing = "refused"
-        await wait_until(lambda: house.now.num_restarts == 1 and "refused" in house.now.reason)
+        away = "waiting for the server: refused"
+        await wait_until(lambda: house.now.num_restarts == 1 and house.now.reason == away)
+        assert house.now.state is EngineState.QUARANTINED
+        await wait_until(lambda: house.metrics.labels.get(STATE_LABEL) == away)
         house.engines[0].failing = ""
         await wait_until(lambda: house.now.state is EngineState.SERVING)
+        await wait_until(lambda: STATE_LABEL not in house.metrics.labels)
     assert len(house.engines) == 1
+
+
+async def test_a_server_that_is_started_again_is_told_with_its_reason_until_it_serves(wait_until) -> None:
+    house = House()
+    async with house.running():
+        await wait_until(lambda: house.now.state is EngineState.SERVING)
+        house.may_load = anyio.Event()
+        house.ends[0].set()
+        await wait_until(lambda: house.now.state is EngineState.LOADING)
+        told = {fault(one) for one in house.heard if one.state is EngineState.STARTING and one.num_restarts}
+        assert told
+        assert all(text.endswith("the server ended with SIGKILL") for text in told)
+        assert fault(house.now) == "loading: the current weights"
+        house.may_load.set()
+        await wait_until(lambda: house.now.state is EngineState.SERVING)
+        assert fault(house.now) == ""
 
 
 async def test_draining_lets_running_requests_end(wait_until) -> None:

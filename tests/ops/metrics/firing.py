@@ -16,7 +16,7 @@ RULES = yaml.safe_load((Path(__file__).parents[3] / "ops/deploy/alerts.yml").rea
     "rules"
 ]
 PLAIN = re.compile(
-    r"^(?:increase\()?(?P<name>headrace_\w+)(?:\{(?P<labels>[^}]*)\})?(?:\[\w+\]\))? (?P<op>==|>) (?P<value>[\d.]+)$"
+    r"^(?:increase\()?(?P<name>headrace_\w+|up)(?:\{(?P<labels>[^}]*)\})?(?:\[\w+\]\))? (?P<op>==|>) (?P<value>[\d.]+)$"
 )
 MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
 OPERATORS = {"==": operator.eq, ">": operator.gt}

@@ -9,11 +9,19 @@ from small_loop import GROUPS, QUICK, SLOTS, SmallLoop, assembly_fold
 
 from broker.connect import connect
 from broker.embedded import EmbeddedServer
+from broker.errors import StoreFullError
 from broker.topology import RunLimits
 from ops.accounts import account
+from ops.logtools.sources import LiveSource
+from ops.report.gather import gather
+from ops.retention.follow import LogFollower
+from ops.retention.ledger import Ledger
+from ops.retention.owner import Readers, RetentionOwner
 from pipeline.fold import FoldRunner
+from pipeline.headroom import STORE_LABEL
 from pipeline.holds import held, read_mark
 from pipeline.metrics import Metrics
+from schemas.config import RetentionSection
 from schemas.messages.training import FoldCheckpoint
 
 LIMITS = RunLimits(log_max_bytes=150_000, payload_max_bytes=300_000, state_max_bytes=4 * 2**20)
@@ -38,8 +46,14 @@ async def test_a_run_that_is_many_times_larger_than_its_store_stays_within_it_an
         loop = SmallLoop(broker, tmp_path)
         await loop.run(STEPS)
         found = await account(broker, staleness_bound=1)
+        figures = await gather(LiveSource(broker))
         mark = await read_mark(broker)
         status = await broker.log_status()
+    assert figures.account.groups == found.groups
+    assert (figures.account.steps, figures.account.unexplained) == (STEPS, 0)
+    assert figures.purged_up_to > 0
+    assert 0 < len(figures.steps) < STEPS
+    assert figures.rates[0].since_start_s > 0.1 * figures.rates[-1].since_start_s
     assert status.last_sequence * 200 > 2 * LIMITS.log_max_bytes, "it would not have fitted"
     assert loop.most_bytes[0] < LIMITS.log_max_bytes
     assert loop.most_bytes[1] < LIMITS.payload_max_bytes
@@ -106,6 +120,29 @@ async def test_a_full_store_blocks_the_run_names_who_holds_it_and_is_left_withou
         found = await account(broker, staleness_bound=1)
         assert (found.steps, found.groups.trained) == (steps, steps * GROUPS)
         assert (found.unexplained, found.doubled, found.dead_letters) == (0, 0, 0)
+
+
+async def test_a_log_that_takes_no_word_more_is_told_all_the_same(opened):
+    async with opened(RunLimits(log_max_bytes=240_000, payload_max_bytes=480_000, state_max_bytes=4 * 2**20)) as broker:
+        number, size = 0, 20_000
+        while size:
+            try:
+                await broker.publish(f"hr.r.noise.{number}", bytes(size))
+                number += 1
+            except StoreFullError:
+                size //= 2
+        metrics = Metrics("r", "retention")
+        nobody = Readers(folds=(), durables=(), trains=False)
+        owner = RetentionOwner(broker, broker.payloads, metrics, nobody, RetentionSection())
+        follower = LogFollower(broker, await Ledger.restore(broker), trains=False)
+        with pytest.raises(StoreFullError):  # sampling is told once there is room for it
+            await owner.look(follower)
+        assert metrics.labels[STORE_LABEL].startswith("blocked: store full: log 0.2 MB of 0.2 (")
+        assert metrics.gauges["blocked"] == 1
+        await broker.purge_below(number + 1, pattern="hr.r.noise.>")
+        await owner.look(follower)
+        assert STORE_LABEL not in metrics.labels
+        assert metrics.gauges["blocked"] == 0
 
 
 async def test_a_run_goes_on_after_a_purge_where_all_its_processes_died(opened, tmp_path):

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from broker.memory import MemoryBroker, MemoryServer
 from ops.accounts import account
 from ops.control import ask
 from ops.logtools.sources import LiveSource
@@ -19,6 +20,7 @@ from ops.top.views import engines, group_cells, head, rewards, stages
 from ops.top.watching import backlogs, watch
 from ops.wiring import STAGES
 from pipeline.metrics import WorkerReport, report_subject
+from pipeline.presence import TTL_S, PresenceLease
 from schemas.messages.sampling import Control, ControlAction, DeadDropped, DeadLetter, DeadRetry, GroupIssued
 from stages.rewards.map_rewards import map_rewards
 from stages.weights.broadcast import broadcast_weights
@@ -175,7 +177,7 @@ def test_a_letter_is_a_trouble_until_somebody_sends_it_again_or_drops_it():
             stage="map_rewards", sequence=sequence, subject="s", reason="r", error="e", attempts=1, data=b""
         )
         model.take(letter, sequence + 10, 1.0)
-    assert [str(one) for one in model.troubles(1.0)] == ["dead letters: rewards: 2; see `headrace dead list`"]
+    assert [str(one) for one in model.troubles(1.0)] == ["dead letters: rewards: 2 open"]
     model.take(DeadDropped(stage="map_rewards", sequence=3), 20, 1.0)
     model.take(DeadRetry(stage="map_rewards", sequence=4, attempt=1, subject="s", data=b""), 21, 1.0)
     assert model.troubles(1.0) == []
@@ -196,6 +198,51 @@ async def test_a_worker_that_comes_while_the_broker_is_asked_is_no_trouble(small
 
     model.take_report(report("assembly", gauges={"folded_sequence": 1.0}))
     assert (await backlogs(Asked(), model))["assembly"].count > 0
+
+
+async def test_a_process_that_vanished_without_a_word_is_named(small):
+    gone = PresenceLease(small.broker, "trainer.0", ["trainer"], now=lambda: time.time() - TTL_S - 1)
+    here = PresenceLease(small.broker, "gateway.0", ["gateway"], now=time.time)
+    await here.renew()
+    await gone.renew()
+    async with watched(small.broker, lambda model: len(model.roll) == 2) as model:
+        (dead,) = [one for one in model.troubles(time.time()) if one.kind == "process dead"]
+        assert dead.what.startswith("trainer on ")
+        assert dead.text.endswith("no word of an end")
+    await here.leave()
+    async with watched(small.broker, lambda model: len(model.roll) == 1) as model:
+        assert "node gone" in {one.kind for one in model.troubles(time.time())}
+
+
+async def test_a_broker_that_takes_requests_and_answers_none_is_told(monkeypatch):
+    monkeypatch.setattr("ops.top.watching._ANSWER_S", 0.05)
+    broker = MemoryBroker(MemoryServer(), "r")
+
+    async def never():
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(broker, "log_status", never)
+    model = Model("r")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch, broker, model)
+        with anyio.fail_after(20):
+            while not model.problem:
+                await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
+    assert drawn(head(model, 80, 100.0), 80)[1] == "the broker does not answer: nothing for 0.05 s"
+
+
+def test_what_does_not_fit_is_counted_also_on_a_narrow_screen():
+    model = Model("r")
+    model.position = 1
+    for number in range(6):
+        model.take_report(
+            report("gateway", worker=f"h:{number}", labels={"weights_error": "checksum of w " + "x" * 90})
+        )
+    lines = drawn(head(model, 80, 100.0), 80)[1:]
+    assert len(lines) == 4
+    assert lines[-1].endswith("…; and 2 more: headrace status")
+    assert len(lines[-1]) <= 80
 
 
 def test_a_pause_does_not_hide_what_is_wrong():
