@@ -11,6 +11,7 @@ from typing import assert_never
 
 import msgspec
 
+from broker.errors import RetryableBrokerError, StoreFullError
 from pipeline.errors import ContractError, RefusedError, RetryableError
 from schemas.errors import SchemaError
 
@@ -19,7 +20,8 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How often and how fast a stage tries again."""
 
     max_attempts: int = 5
-    """Deliveries after which an unknown error gives a message up."""
+    """Deliveries after which an unknown error gives a message up. A broker that is away, slow or full is no fault of the message and counts
+    as a retryable one."""
     max_deliveries: int = 60
     """Deliveries after which even a retryable error, or a worker that keeps dying, gives it up."""
     first_delay_s: float = 0.2
@@ -63,14 +65,14 @@ def backoff_s(attempt: int, policy: RetryPolicy, jitter_unit: float) -> float:
 def decide(error: Exception | None, attempt: int, policy: RetryPolicy, jitter_unit: float | None = None) -> Decision:
     """What becomes of a message after its `attempt`-th delivery (from 1) ended with `error`, or well."""
     unit = random.random() if jitter_unit is None else jitter_unit  # noqa: S311 - spreads retries, guards nothing
-    match error:
+    match _one_of(error):
         case None:
             return Ack()
         case ContractError():
             return Stop(reason=str(error))
         case RefusedError() | SchemaError():
             return GiveUp(reason="refused")
-        case RetryableError():
+        case RetryableError() | RetryableBrokerError() | StoreFullError():
             return (
                 GiveUp(reason="deliveries")
                 if attempt >= policy.max_deliveries
@@ -84,6 +86,20 @@ def decide(error: Exception | None, attempt: int, policy: RetryPolicy, jitter_un
             )
         case _:
             assert_never(error)
+
+
+def _one_of(error: Exception | None) -> Exception | None:
+    """The error that decides of those that happened together: the one that is worst to try again."""
+    if not isinstance(error, ExceptionGroup):
+        return error
+    found = [one for one in map(_one_of, error.exceptions) if one is not None]
+    ranks = (ContractError, (RefusedError, SchemaError), Exception)
+    patient = (RetryableError, RetryableBrokerError, StoreFullError)
+    for kinds in ranks:
+        for one in found:
+            if isinstance(one, kinds) and not isinstance(one, patient):
+                return one
+    return found[0]
 
 
 def decide_before(attempt: int, policy: RetryPolicy) -> GiveUp | None:

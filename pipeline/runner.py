@@ -189,8 +189,6 @@ class StageRunner:
 
     async def _settle(self, given: _Given, message: msgspec.Struct, error: Exception | None) -> None:
         delivery = given.delivery
-        if isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
         match decide(error, delivery.num_delivered, self.stage.policy):
             case Ack():
                 self.metrics.succeeded += 1

@@ -33,7 +33,9 @@ async def guarded(call: Awaitable[T]) -> T:
     if task.cancelled():
         raise ConnectionResetError("the channel or connection closed meanwhile")
     error = task.exception()
-    if isinstance(error, asyncio.InvalidStateError):
+    if (
+        isinstance(error, asyncio.InvalidStateError) or type(error) is Exception
+    ):  # aiormq's own for a call that nobody will answer
         raise ConnectionResetError(f"the channel closed meanwhile ({error})")
     return task.result()
 

@@ -110,7 +110,8 @@ class SessionClosed(msgspec.Struct, frozen=True, kw_only=True):
 
     session: str
     num_interactions: int
-    """How many InteractionRecorded this session has: reward mapping waits until it has read them all."""
+    """How many InteractionRecorded this session has: reward mapping waits until it has read them all. With a `system_error` the log may hold
+    one more, of a call that was answered with an error since nobody confirmed in time that it is stored."""
     context_overflow: bool = False
     """The gateway answered at least one call with its typed context overflow."""
     system_error: str = ""

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker.errors import NotConnectedError, PublishTimeoutError, StoreFullError
 from pipeline.delivery import Ack, GiveUp, Retry, RetryPolicy, Stop, backoff_s, decide, decide_before
 from pipeline.errors import ContractError, RefusedError, RetryableError
 from schemas.errors import DecodeError
@@ -33,10 +34,26 @@ def test_an_unknown_error_is_tried_again_until_the_limit(attempt: int, unit: flo
     assert isinstance(decision, Retry) == (attempt < POLICY.max_attempts)
 
 
-@given(attempts, units)
-def test_a_retryable_error_is_tried_longer(attempt: int, unit: float) -> None:
-    decision = decide(RetryableError("x"), attempt, POLICY, unit)
+@given(
+    attempts,
+    units,
+    st.sampled_from([RetryableError("x"), PublishTimeoutError("x"), NotConnectedError("x"), StoreFullError("x")]),
+)
+def test_a_retryable_error_and_a_broker_that_is_away_or_full_are_tried_longer(
+    attempt: int, unit: float, error: Exception
+) -> None:
+    decision = decide(error, attempt, POLICY, unit)
     assert isinstance(decision, Retry) == (attempt < POLICY.max_deliveries)
+
+
+@pytest.mark.parametrize(("errors", "decision"), [
+    ([PublishTimeoutError("x"), RetryableError("y")], Retry),
+    ([PublishTimeoutError("x"), ValueError("y")], GiveUp),
+    ([RetryableError("x"), ExceptionGroup("inner", [RefusedError("y")])], GiveUp),
+    ([ValueError("x"), ContractError("y"), RefusedError("z")], Stop),
+])  # fmt: skip
+def test_of_several_errors_the_one_that_is_worst_to_try_again_decides(errors: list[Exception], decision: type) -> None:
+    assert isinstance(decide(ExceptionGroup("both", errors), POLICY.max_attempts, POLICY), decision)
 
 
 @given(attempts, units)

@@ -170,6 +170,17 @@ async def test_a_cancellation_that_nobody_asked_for_is_a_lost_connection():
             tasks.start_soon(call)
 
 
+@pytest.mark.parametrize("error", [Exception(), asyncio.InvalidStateError("closed")])
+async def test_errors_without_a_kind_of_their_own_are_a_lost_connection(error: Exception):
+    """aiormq ends the calls that nobody will answer any more with a bare Exception."""
+
+    async def unanswered():
+        raise error
+
+    with pytest.raises(ConnectionResetError):
+        await guarded(unanswered())
+
+
 async def test_ones_own_cancellation_ends_the_call_too():
     ended = asyncio.Event()
 

@@ -96,6 +96,17 @@ def test_what_is_missing_is_lost(kind: type[msgspec.Struct], text: str) -> None:
     assert text in _close(_without(kind)).lost
 
 
+@pytest.mark.parametrize(("error", "num_lost"), [("the log did not confirm an interaction within 30 s", 0), ("", 1)])
+def test_only_a_failed_session_may_have_a_call_in_doubt(error: str, num_lost: int) -> None:
+    log = [
+        _said(msgspec.structs.replace(message, num_interactions=0, system_error=error))
+        if isinstance(message, SessionClosed) and message.session == "sg00"
+        else _said(message)
+        for message in _log()
+    ]
+    assert len(_close(log).lost) == num_lost
+
+
 def test_an_answered_call_that_is_not_on_the_log_is_lost() -> None:
     assert _close(_with(), answered=("call-x",)).lost == ["call call-x was answered and is not on the log"]
 
