@@ -190,6 +190,8 @@ class Coordinator:
         self._joined: Final[dict[str, str]] = {}
         """Node → incarnation of the launcher whose ranks are in the session."""
         self._failures = 0
+        self._failed_session = ""
+        self._heard_out: set[str] = set()
         self._not_before_s = 0.0
         self.word: LeaderWord = LeaderWord(incarnation=incarnation, phase=GroupPhase.GATHERING, settings=settings)
         self.failed_at_s: Final[list[float]] = []
@@ -206,6 +208,7 @@ class Coordinator:
         """What holds from now on."""
         match self.word.phase:
             case GroupPhase.GATHERING:
+                self._hear_the_others_out()
                 if not self.missing() and now_s >= self._not_before_s:
                     session, port = self._new_session()
                     self._joined.clear()
@@ -244,11 +247,23 @@ class Coordinator:
                 self._say(GroupPhase.ENDING, session=session, reason=f"node {node} leaves")
                 return
             if word.session == session and word.phase is MemberPhase.FAILED:
+                self._failed_session, self._heard_out = session, {node}
                 self._fail(f"node {node}: {word.reason}", now_s, ranks=True)
                 return
             finished += word.session == session and word.phase is MemberPhase.FINISHED
         if finished == len(self._group.members):
             self._say(GroupPhase.FINISHED, session=session)
+
+    def _hear_the_others_out(self) -> None:
+        """Ranks of other nodes that failed in the same session may know the cause where the first one heard only lost them."""
+        for node, word in self._words.items():
+            if (
+                word.phase is MemberPhase.FAILED
+                and word.session == self._failed_session
+                and node not in self._heard_out
+            ):
+                self._heard_out.add(node)
+                self._say(GroupPhase.GATHERING, reason=f"{self.word.reason}\nnode {node}: {word.reason}")
 
     def _has_stopped(self, node: str) -> bool:
         running = (MemberPhase.RUNNING, MemberPhase.LEAVING)

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from stages.training.standin import StandInBackend
 ROOT = Path(__file__).parents[2]
 # importlib mode leaves sys.path alone, and the tests of this folder import what they share by name.
 sys.path.insert(0, str(Path(__file__).parent))
+from nodes_case import Nodes  # noqa: E402 - see above
+
 SMOKE = ROOT / "examples" / "smoke.toml"
 FAKE_SERVER = ROOT / "tests" / "ops" / "engines" / "fake_server_process.py"
 
@@ -142,3 +144,17 @@ def with_servers(tmp_path: Path) -> tuple[str, ...]:
         *("--set", "engine.kind=vllm", "--set", "engine.count=2", "--set", f"engine.command={command}"),
         *("--set", f"policy.folder={folder}"),
     )
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncGenerator[Callable[[str, int, str], Nodes]]:
+    """Make the nodes of a run by its name, number of steps and topology."""
+    made: list[Nodes] = []
+
+    def make(run: str, steps: int, topology: str) -> Nodes:
+        made.append(Nodes(tmp_path, run, steps, topology))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.end()

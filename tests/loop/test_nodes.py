@@ -5,11 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -17,13 +12,8 @@ import anyio.abc
 import psutil
 import pytest
 
-from ops.connection import connect_to
 from ops.control import standing
 from ops.nodes.asking import nodes_of
-from ops.nodes.file import load_cluster
-from ops.run_folder import RunFolder
-from pipeline.log import RunLog
-from schemas.topics import SESSION_OPENED, STEP_TRAINED
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -73,109 +63,8 @@ CLUSTER = (
 """Each node has a NATS server; the middle one has nothing else."""
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-class Nodes:
-    """`headrace up` of each node of a topology, in processes of their own."""
-
-    def __init__(self, folder: Path, run: str, steps: int, topology: str = TOPOLOGY) -> None:
-        self.file = folder / f"{run}.toml"
-        self.run = run
-        self.port = _free_port("127.0.0.2")
-        self.file.write_text(
-            topology.format(
-                config=SMOKE, run=run, folder=folder, steps=steps, port=self.port, cluster_port=self.port + 1
-            )
-        )
-        self.processes: dict[str, anyio.abc.Process] = {}
-        self.folder = folder
-
-    async def up(self, node: str) -> None:
-        command = [sys.executable, "-m", "ops", "up", str(self.file), "--node", node, "--json"]
-        sink = (self.folder / f"{self.run}.{node}.log").open("ab")
-        out = (self.folder / f"{self.run}.{node}.json").open("wb")
-        with sink, out:
-            self.processes[node] = await anyio.open_process(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=sink, start_new_session=True
-            )
-
-    async def until_ready(self, *nodes: str) -> None:
-        for node in nodes:
-            folder = RunFolder(load_cluster(self.file).run_dir(node))
-            while not folder.is_ready(self.processes[node].pid):
-                assert self.processes[node].returncode is None, self.said(node)
-                await anyio.sleep(0.05)
-
-    async def until_keys(self) -> None:
-        """Until the control node has made the keys that the others get a copy of."""
-        while not (self.folder / f"{self.run}.secrets.json").exists():
-            assert self.processes["head"].returncode is None, self.said("head")
-            await anyio.sleep(0.05)
-
-    def said(self, node: str) -> str:
-        return (self.folder / f"{self.run}.{node}.log").read_text()[-4000:]
-
-    @asynccontextmanager
-    async def broker(self) -> AsyncGenerator:
-        async with connect_to(RunFolder(self.folder / self.run / "head").read_endpoints(), name="test") as broker:
-            yield broker
-
-    async def until_step(self, step: int) -> None:
-        async with self.broker() as broker, RunLog(broker).read([STEP_TRAINED]) as entries:
-            async for entry in entries:
-                if entry.message.step >= step:
-                    return
-
-    async def until_session_at(self, node: str, after: int = 0) -> None:
-        """Until a gateway of this node took up a session after that sequence."""
-        async with self.broker() as broker, RunLog(broker).read([SESSION_OPENED], after_sequence=after) as entries:
-            async for entry in entries:
-                if entry.message.gateway.startswith(f"gw-{node}-"):
-                    return
-
-    async def result(self) -> dict:
-        code = await self.processes["head"].wait()
-        assert code == 0, self.said("head")
-        return json.loads((self.folder / f"{self.run}.head.json").read_text().splitlines()[-1])
-
-    async def headrace(self, *arguments: str, code: int = 0) -> str:
-        """What another command says."""
-        done = await anyio.run_process([sys.executable, "-m", "ops", *arguments], cwd=ROOT, check=False)
-        said = (done.stdout + done.stderr).decode()
-        assert done.returncode == code, said
-        return said
-
-    async def end(self) -> None:
-        for process in self.processes.values():
-            if process.returncode is None:
-                process.terminate()
-        with anyio.move_on_after(30, shield=True):
-            for process in self.processes.values():
-                await process.wait()
-        for process in self.processes.values():
-            if process.returncode is None:
-                process.kill()
-
-
-@pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncGenerator:
-    made: list[Nodes] = []
-
-    def make(run: str, steps: int, topology: str = TOPOLOGY) -> Nodes:
-        made.append(Nodes(tmp_path, run, steps, topology))
-        return made[-1]
-
-    yield make
-    for one in made:
-        await one.end()
-
-
 async def test_a_rollout_node_joins_and_leaves_and_dies_while_the_run_goes_on(nodes) -> None:
-    run = nodes("nodes", steps=90)
+    run = nodes("nodes", 90, TOPOLOGY)
     await run.up("head")
     with anyio.fail_after(240):
         await run.until_keys()
@@ -204,7 +93,7 @@ async def test_a_rollout_node_joins_and_leaves_and_dies_while_the_run_goes_on(no
 
 
 async def test_nodes_are_scaled_leave_and_come_back_and_the_run_is_stopped_by_commands(nodes, wait_until) -> None:
-    run = nodes("asked", steps=5000)
+    run = nodes("asked", 5000, TOPOLOGY)
     topology = str(run.file)
     await run.up("head")
     with anyio.fail_after(280):
@@ -238,7 +127,7 @@ async def test_nodes_are_scaled_leave_and_come_back_and_the_run_is_stopped_by_co
 
 
 async def test_a_node_with_other_keys_or_settings_is_refused(nodes) -> None:
-    run = nodes("refused", steps=5000)
+    run = nodes("refused", 5000, TOPOLOGY)
     await run.up("head")
     with anyio.fail_after(150):
         await run.until_ready("head")
@@ -255,7 +144,7 @@ async def test_a_node_with_other_keys_or_settings_is_refused(nodes) -> None:
 
 
 async def test_runs_on_one_broker_don_t_touch_each_other(nodes, headrace, tmp_path) -> None:
-    first = nodes("first", steps=25)
+    first = nodes("first", 25, TOPOLOGY)
     await first.up("head")
     with anyio.fail_after(280):
         await first.until_ready("head")
@@ -281,7 +170,7 @@ async def test_runs_on_one_broker_don_t_touch_each_other(nodes, headrace, tmp_pa
 
 
 async def test_a_run_outlives_one_of_three_nodes_with_nats_servers(nodes) -> None:
-    run = nodes("three", steps=40, topology=CLUSTER)
+    run = nodes("three", 40, CLUSTER)
     await run.up("head")
     with anyio.fail_after(280):
         await run.until_keys()

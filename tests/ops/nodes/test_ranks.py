@@ -89,6 +89,17 @@ def test_a_dead_rank_ends_the_session_with_its_reason_and_the_next_one_waits_unt
     assert nodes.coordinator.failed_at_s == [60.0]
 
 
+def test_what_other_nodes_know_of_the_same_failure_is_told_too() -> None:
+    nodes = Launchers()
+    nodes.run()
+    session = nodes.coordinator.word.session
+    nodes.say("a", MemberPhase.FAILED, reason="rank 0 lost rank 2")
+    word = nodes.say("b", MemberPhase.FAILED, session=session, reason="rank 2 ended: SIGKILL")
+    assert word.reason == "node a: rank 0 lost rank 2\nnode b: rank 2 ended: SIGKILL"
+    assert nodes.say("b", MemberPhase.FAILED, session=session, reason="rank 2 ended: SIGKILL") == word
+    assert len(nodes.coordinator.failed_at_s) == 1
+
+
 def test_sessions_that_fail_again_and_again_begin_later_and_later() -> None:
     nodes, waits_s = Launchers(), []
     for _ in range(8):
