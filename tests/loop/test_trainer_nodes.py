@@ -106,3 +106,27 @@ async def test_ranks_of_two_nodes_go_on_together_after_a_rank_a_node_and_the_lea
         by_step.setdefault(one.step, set()).add(one.digest)
     assert len(trained) > len(by_step)  # some were computed again, by another group
     assert {len(digests) for digests in by_step.values()} == {1}  # and came to the same bits
+
+
+async def test_the_node_that_controls_and_leads_dies_with_the_broker_and_the_other_has_waited(
+    nodes, wait_until, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    leads = TOPOLOGY.replace("arena = true\n", "arena = true\ntrainer = true\n")
+    run = nodes("lead", 7, leads.partition('[[nodes]]\nname = "gpu-2"')[0].replace("every_steps=3", "every_steps=1"))
+    with anyio.fail_after(400):
+        await run.up("head")
+        await run.until_keys()
+        await run.up("gpu-1")
+        await run.until_ready("head", "gpu-1")
+        await run.until_step(2)
+        (rank,) = run.workers("gpu-1", "worker trainer")
+
+        run.kill("head")
+        await run.processes["head"].wait()
+        await run.up("head")
+        await run.until_ready("head")
+        await wait_until(lambda: not rank.is_running(), deadline_s=90.0)
+        result = await run.result()
+        assert await run.processes["gpu-1"].wait() == 0, run.said("gpu-1")
+    assert (result["steps"], result["unexplained"], result["doubled"], result["dead_letters"]) == (7, 0, 0, 0)
