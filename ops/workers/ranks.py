@@ -283,9 +283,12 @@ class RankLauncher:
             async for _subject, data in words:
                 word = msgspec.msgpack.decode(data, type=Word)
                 if isinstance(word, MemberWord):
+                    own = word.incarnation == self._incarnation
+                    if own and word.beat < self._beat:
+                        continue  # kept back while the broker was away: it says nothing about who gets through now
                     if self._coordinator is not None:
                         self._coordinator.hear(word)
-                    if word.incarnation == self._incarnation:
+                    if own:
                         self._silence.hear_own(word.beat)
                 elif self._coordinator is None:
                     self._hear_leader(word)

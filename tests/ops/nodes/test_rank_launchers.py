@@ -10,11 +10,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import msgspec
 import psutil
 import pytest
 
 from broker.memory import MemoryBroker, MemoryServer
-from ops.nodes.ranks import LeaderWord, RankGroup, RankMember, RanksGivenUpError, rank_environments
+from ops.nodes.ranks import (
+    LeaderWord,
+    MemberWord,
+    RankGroup,
+    RankMember,
+    RanksGivenUpError,
+    Word,
+    rank_environments,
+    words_subject,
+)
 from ops.supervise.process import ProcessSpec, RestartPolicy
 from ops.workers.checkpoint_place import meet_in
 from ops.workers.ranks import ERROR_LABEL, RankLauncher
@@ -35,10 +45,39 @@ while not (place / "done").exists():
 """Says that it runs, and runs until a file tells that all is done."""
 
 
+class Link:
+    """What a launcher uses of its broker. While it is away, words are kept back, as clients do."""
+
+    run = "r"
+
+    def __init__(self) -> None:
+        self._broker = MemoryBroker(MemoryServer(), "r")
+        self.listen = self._broker.listen
+        self.away = False
+        self.kept: list[tuple[str, bytes]] = []
+
+    async def announce(self, subject: str, data: bytes) -> None:
+        if self.away:
+            self.kept.append((subject, data))
+        else:
+            await self._broker.announce(subject, data)
+
+    async def come_back(self) -> None:
+        """Deliver what was kept back, one launcher's words after the other's."""
+        self.away = False
+        for subject, data in sorted(self.kept, key=lambda kept: getattr(decoded(kept[1]), "node", "")):
+            await self._broker.announce(subject, data)
+            await anyio.wait_all_tasks_blocked()  # each launcher has heard it and acted
+
+
+def decoded(data: bytes) -> Word:
+    return msgspec.msgpack.decode(data, type=Word)
+
+
 class Rig:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.broker = MemoryBroker(MemoryServer(), "r")
+        self.broker = Link()
         self.metrics: dict[str, Metrics] = {}
 
     def launcher(self, node: str, *, settings: str = "same", most_failures: int = 99) -> RankLauncher:
@@ -132,6 +171,28 @@ async def test_the_reason_is_told_until_the_next_session_begins(rig, wait_until)
         tasks.start_soon(rig.launcher("b").run)
         await wait_until(lambda: rig.whole(but=known))
         await wait_until(lambda: ERROR_LABEL not in rig.metrics["a"].labels)
+
+
+async def test_a_broker_that_was_away_ends_no_session(rig, wait_until) -> None:
+    async with running(rig.launcher("a"), rig.launcher("b")):
+        await wait_until(rig.whole)
+        ((_, ranks),) = rig.whole().items()
+        rig.broker.away = True
+        await wait_until(lambda: len({decoded(data).beat for _, data in rig.broker.kept if _member(data)}) > 5)
+        await rig.broker.come_back()
+        heard: list[int] = []
+        async with rig.broker.listen(words_subject("r")) as words:
+            async for _, data in words:  # until long after a node would have been given up
+                if _member(data):
+                    heard.append(decoded(data).beat)
+                if heard and max(heard) > min(heard) + 4:
+                    break
+        assert sorted(living(ranks)) == ["0", "1", "2"]
+        assert len(rig.sessions()) == 1
+
+
+def _member(data: bytes) -> bool:
+    return isinstance(decoded(data), MemberWord)
 
 
 async def test_ranks_whose_leading_node_died_are_ended_and_wait_for_it(rig, wait_until) -> None:
