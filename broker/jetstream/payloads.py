@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
+import numpy as np
+
 from broker.api import StoredPayload
 from broker.errors import PayloadMissingError
 from broker.jetstream.api import call
@@ -106,7 +108,9 @@ class JetStreamPayloads:
             return memoryview(first.data)
         # Every chunk but the last has the size of the first.
         size = len(first.data)
-        whole = memoryview(bytearray(max(ref.size_bytes, size)))
+        whole = np.empty(
+            max(ref.size_bytes, size), dtype=np.uint8
+        ).data  # not a bytearray: that would be filled with zeros first
         whole[:size] = first.data
 
         async def fetch(index: int) -> None:

@@ -231,7 +231,7 @@ class Pull:
         self._queue.clear()
         self._queued_bytes = 0
 
-    def _refuse(self, _subject: bytes, reply: bytes, _data: bytes, headers: bytes | None) -> None:
+    def _refuse(self, _subject: bytes, reply: bytes, _data: bytes | memoryview, headers: bytes | None) -> None:
         if reply and status_of(headers) == 0:
             self._link.client.send_nowait(b"PUB %b 4\r\n-NAK\r\n" % reply)
 
@@ -296,7 +296,7 @@ class Pull:
         # A single message must always fit, or the server would refuse it for ever.
         return max(self._max_bytes // 2, self._link.client.max_payload + 64 * 1024)
 
-    def _on_message(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+    def _on_message(self, subject: bytes, reply: bytes, data: bytes | memoryview, headers: bytes | None) -> None:
         self._heard_s = time.monotonic()
         self._silences = 0
         if headers is not None and not data:
@@ -306,7 +306,7 @@ class Pull:
                 return
         if self._credit:
             self._credit -= 1
-        self._queue.append(Raw(subject, reply, data, headers))
+        self._queue.append(Raw(subject, reply, bytes(data), headers))
         self._queued_bytes += len(data)
         self._wake()
 

@@ -40,8 +40,8 @@ async def listen(link: Link, pattern: str) -> AsyncGenerator[AsyncIterator[tuple
     heard: deque[tuple[str, bytes]] = deque(maxlen=link.settings.listen_buffer)
     arrived = asyncio.Event()
 
-    def hear(subject: bytes, _reply: bytes, data: bytes, _headers: bytes | None) -> None:
-        heard.append((subject.decode("utf-8", "replace"), data))
+    def hear(subject: bytes, _reply: bytes, data: bytes | memoryview, _headers: bytes | None) -> None:
+        heard.append((subject.decode("utf-8", "replace"), bytes(data)))
         arrived.set()
 
     async def take() -> tuple[str, bytes]:
@@ -86,9 +86,9 @@ async def serve(link: Link, subject: str, handler: Callable[[bytes], Awaitable[b
     check_talk_subject(subject)
     send, receive = anyio.create_memory_object_stream[tuple[bytes, bytes]](link.settings.listen_buffer)
 
-    def arrived(_subject: bytes, reply: bytes, data: bytes, _headers: bytes | None) -> None:
+    def arrived(_subject: bytes, reply: bytes, data: bytes | memoryview, _headers: bytes | None) -> None:
         try:
-            send.send_nowait((reply, data))
+            send.send_nowait((reply, bytes(data)))
         except anyio.WouldBlock:
             link.tell(reply.decode(), b"too many requests are waiting here", headers=FAILED + b": busy\r\n")
 

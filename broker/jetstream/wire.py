@@ -1,5 +1,5 @@
-"""nats-py's client with two short cuts: bytes of a subscription go straight to a function, and commands are put
-together here and sent without a task, a queue or a parsed header for each message (three times faster).
+"""nats-py's client with two short cuts: messages go from the socket straight to a function (`transport.py`), and commands are put
+together here and sent without a task, a queue or a parsed header for each message.
 
 The connection itself (handshake, TLS, credentials, pings, reconnecting, restoring subscriptions) stays nats-py's.
 This is the only module that uses names that nats-py keeps to itself; `check_client` says so at once if they change.
@@ -16,12 +16,14 @@ from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
 from broker.errors import BrokerError
+from broker.jetstream.transport import WireTransport
 
-Handler = Callable[[bytes, bytes, bytes, bytes | None], None]
-"""Called with subject, reply subject, data and raw headers of each message. Must not raise or block."""
+Handler = Callable[[bytes, bytes, bytes | memoryview, bytes | None], None]
+"""Called with subject, reply subject, data and raw headers of each message. Must not raise or block. Large data is a read-only
+memoryview of the buffer it was received into.
+"""
 
 _NEEDED: Final = (
-    "_process_msg",
     "_process_err",
     "_process_op_err",
     "_process_pong",
@@ -32,6 +34,7 @@ _NEEDED: Final = (
 _NEEDED_FIELDS: Final = (
     "_sid",
     "_subs",
+    "_transport",
     "_pending",
     "_pending_data_size",
     "_flush_queue",
@@ -52,11 +55,13 @@ def check_client() -> None:
 
 
 class WireClient(Client):
-    """A NATS client with direct dispatch and direct sending."""
+    """A NATS client with direct dispatch and direct sending. All its subscriptions are made with `subscribe_direct`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._handlers: dict[int, Handler] = {}
+        self._failing: set[asyncio.Task[None]] = set()
+        self._transport = WireTransport(self._deliver)
 
     async def subscribe_direct(self, subject: str, handler: Handler, *, queue: str = "") -> Subscription:
         """Give the bytes of every message on `subject` to `handler`, also after reconnects."""
@@ -107,15 +112,19 @@ class WireClient(Client):
             await self._flush_queue.put(future)
             await future
 
-    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+    def _deliver(self, sid: int, subject: bytes, reply: bytes, data: bytes | memoryview, headers: bytes | None) -> None:
         handler = self._handlers.get(sid)
         if handler is None:
-            await super()._process_msg(sid, subject, reply, data, headers)  # pyright: ignore[reportArgumentType] - nats-py passes None itself
-        else:
-            try:
-                handler(subject, reply, data, headers)
-            except Exception as error:  # noqa: BLE001 - raised here it would end the connection's read loop in silence
-                await self._error_cb(error)
+            return  # forgotten meanwhile
+        try:
+            handler(subject, reply, data, headers)
+        except Exception as error:  # noqa: BLE001 - raised here it would end the connection in silence
+            task = asyncio.get_running_loop().create_task(self._tell(error))
+            self._failing.add(task)
+            task.add_done_callback(self._failing.discard)
+
+    async def _tell(self, error: Exception) -> None:
+        await self._error_cb(error)
 
     async def _process_pong(self) -> None:
         """nats-py's own ends the read loop when somebody stopped waiting for this pong."""
