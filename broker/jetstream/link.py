@@ -133,7 +133,7 @@ class Link:
                 except NotAllowedError as error:
                     self.log.debug("new leaders are not heard of", reason=str(error))
 
-    def _elected(self, subject: bytes, _reply: bytes, _data: bytes, _headers: bytes | None) -> None:
+    def _elected(self, subject: bytes, _reply: bytes, _data: bytes | memoryview, _headers: bytes | None) -> None:
         stream, _, consumer = subject.decode().split(".", 5)[5].partition(".")
         self.log.debug("a leader was elected", stream=stream, consumer=consumer)
         asyncio.get_running_loop().call_later(LISTENS_S, self._ask_new_leader, stream, consumer)
@@ -223,7 +223,7 @@ class Link:
         else:
             self.client.send_parts_nowait(parts, sum(map(len, parts)))
 
-    def _answered(self, subject: bytes, _reply: bytes, data: bytes, headers: bytes | None) -> None:
+    def _answered(self, subject: bytes, _reply: bytes, data: bytes | memoryview, headers: bytes | None) -> None:
         question = self._waiting.get(subject[len(self._inbox) + 1 :])
         if question is not None:
             question.answer(data, headers)
