@@ -7,14 +7,15 @@
       kept trainer checkpoint┤
     holds of readers ────────┘
 
-Inputs of a run (starts, listed streams, prompts, instructions) and dead letters stay for good, and so does the newest set of
-weights: they are few. This module must not know brokers or clocks.
+Inputs of a run (starts, listed streams, prompts, instructions) and dead letters stay for good: they are few. So do two sets of
+weights: the newest, which an engine that joins loads, and the ones that were published last, whose pieces the next ones take
+over without storing them again. After a trainer went back to a checkpoint these are not the same for a while. This module must not know brokers or clocks.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -91,12 +92,14 @@ class LogNeeds:
         """Everything up to here was looked at."""
         self.newest_weights = 0
         """Sequence of the weights that an engine would load now."""
+        self._last_weights = 0
         self._trains: Final = trains
         self._groups: Final[dict[str, int]] = {}
         """Open → where it was issued, in the order of the log."""
         self._steps: Final[dict[int, int]] = {}
         """Assembled and not in the oldest kept checkpoint → where."""
         self._weights = (-1, -1)
+        self._weights_generation = -1
         self._generation = -1
         self._oldest_checkpoint = 0
 
@@ -118,11 +121,22 @@ class LogNeeds:
             case StepTrained():
                 self._train(message)
             case WeightsPublished():
-                if (message.version, message.generation) >= self._weights:
-                    self._weights = (message.version, message.generation)
-                    self.newest_weights = sequence
+                self._publish(sequence, message)
             case _:
                 pass
+
+    def _publish(self, sequence: int, published: WeightsPublished) -> None:
+        if published.generation < self._weights_generation:
+            return  # engines pass over what a superseded trainer says
+        self._weights_generation, self._last_weights = published.generation, sequence
+        if (published.version, published.generation) >= self._weights:
+            self._weights = (published.version, published.generation)
+            self.newest_weights = sequence
+
+    @property
+    def kept_weights(self) -> frozenset[int]:
+        """Sequences of the weights that stay, wherever the mark stands."""
+        return frozenset({self.newest_weights, self._last_weights} - {0})
 
     def _train(self, trained: StepTrained) -> None:
         if trained.generation < self._generation:
@@ -178,6 +192,8 @@ class PayloadUses:
 
     def __init__(self) -> None:
         self._last: Final[dict[str, int]] = {}
+        self._of_weights: Final[dict[int, set[str]]] = {}
+        """Sequence of weights → their payloads: later ones that name the same may be purged before these."""
         self._times: Final[list[tuple[int, float]]] = []
         """(sequence, time) of messages about a second apart, ascending."""
 
@@ -189,6 +205,8 @@ class PayloadUses:
         place = _FOR_GOOD if topic in KEPT_TOPICS else sequence
         for payload in named:
             self._last[payload.ref.id] = max(place, self._last.get(payload.ref.id, 0))
+            if topic == _PAYLOADS_OF_WEIGHTS:
+                self._of_weights.setdefault(sequence, set()).add(payload.ref.id)
 
     def passed(self, sequence: int, unix_time_s: float) -> None:
         """A message was stored at a time."""
@@ -201,25 +219,29 @@ class PayloadUses:
         place = bisect_right(self._times, sequence, key=lambda kept: kept[0])
         return self._times[place - 1][1] if place else 0.0
 
-    def is_named(self, payload_id: str, mark: int, weights: int) -> bool:
-        """Whether a message at or above the mark names it, or the newest weights do."""
-        last = self._last.get(payload_id, -1)
-        return last >= mark or (last > 0 and last == weights)
+    def is_named(self, payload_id: str, mark: int, weights: Collection[int]) -> bool:
+        """Whether a message at or above the mark names it, or one of the `weights` that stay does."""
+        return self._last.get(payload_id, -1) >= mark or any(
+            payload_id in self._of_weights.get(sequence, ()) for sequence in weights
+        )
 
-    def forget_below(self, mark: int, weights: int) -> None:
+    def forget_below(self, mark: int, weights: Collection[int]) -> None:
         """Drop what is known about payloads that nobody needs, and old times but the newest of them."""
-        for payload_id in [name for name, last in self._last.items() if last < mark and last != weights]:
+        for sequence in [found for found in self._of_weights if found < mark and found not in weights]:
+            del self._of_weights[sequence]
+        kept = frozenset[str]().union(*self._of_weights.values())
+        for payload_id in [name for name, last in self._last.items() if last < mark and name not in kept]:
             del self._last[payload_id]
         while len(self._times) > 1 and self._times[1][0] <= mark:
             del self._times[0]
 
 
-def purges(run: str, topics: Iterable[str], mark: int, newest_weights: int) -> list[tuple[str, int]]:
+def purges(run: str, topics: Iterable[str], mark: int, weights: Collection[int]) -> list[tuple[str, int]]:
     """What to purge: for each topic that is not kept for good its filter, and the sequence below which."""
     found: list[tuple[str, int]] = []
     for topic in topics:
         if topic in KEPT_TOPICS:
             continue
-        floor = min(mark, newest_weights) if topic == _PAYLOADS_OF_WEIGHTS and newest_weights else mark
+        floor = min([mark, *weights]) if topic == _PAYLOADS_OF_WEIGHTS else mark
         found.append((f"hr.{run}.{topic}.>", floor))
     return found

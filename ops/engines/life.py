@@ -236,7 +236,7 @@ class EngineLife:
         return (health, "") if health.ready else (None, health.detail or "it is not ready")
 
     async def _warm_up(self, engine: InferenceEngine) -> None:
-        """A few tokens, before anybody waits for them."""
+        """A few tokens, before anybody waits for them. A swap that was cut off may have left an attached server on hold."""
         request = GenerateRequest(
             request_id=f"warm-up-{secrets.token_hex(4)}",
             prompt_ids=np.arange(1, 5, dtype=np.int32),
@@ -244,6 +244,8 @@ class EngineLife:
         )
         try:
             with anyio.fail_after(self._settings.warm_up_deadline_s):
+                if self._attached:
+                    await engine.resume()
                 async for _ in engine.generate(request):
                     pass
         except TimeoutError:

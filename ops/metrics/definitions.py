@@ -100,6 +100,7 @@ DEFINITIONS: Final[tuple[Definition, ...]] = (
     _figure("store_log_share", "retention", "log_share", "How full the run's log is, 0 to 1."),
     _figure("store_payload_share", "retention", "payload_share", "How full its payload store is, 0 to 1."),
     _figure("store_blocked", "retention", "blocked", "1 while the store is so full that nothing new is begun; `headrace status` says who holds the mark."),
+    _figure("store_room_groups", "retention", "room_groups", "More groups for which the store has room; there is none before the first group has ended."),
     _figure("low_water_mark", "retention", "mark", "Sequence below which nobody needs the log any more."),
     _figure("purged_messages_total", "retention", "purged_messages", "Messages purged below the mark.", Kind.COUNTER),
     _figure("collected_payloads_total", "retention", "collected_payloads", "Payloads collected.", Kind.COUNTER),

@@ -20,7 +20,10 @@ from broker.recording.references import (
 )
 from ops.retention.ledger import Ledger
 from pipeline.retention import LogNeeds, PayloadUses
+from pipeline.room import GroupSizes
 from schemas.errors import DecodeError, DigestError
+from schemas.messages.sampling import GroupIssued
+from schemas.messages.training import WeightsPublished
 from schemas.subjects import PREFIX, Topic
 from schemas.topics import (
     DEAD_LETTER,
@@ -29,6 +32,7 @@ from schemas.topics import (
     EPISODE_REQUESTED,
     GROUP_CLOSED,
     GROUP_ISSUED,
+    RUN_STARTED,
     STEP_ASSEMBLED,
     STEP_TRAINED,
     STREAM_LISTED,
@@ -48,6 +52,7 @@ _LOOKED_INTO: Final = frozenset(
         EPISODE_REQUESTED,
         GROUP_CLOSED,
         GROUP_ISSUED,
+        RUN_STARTED,
         STEP_ASSEMBLED,
         STEP_TRAINED,
         STREAM_LISTED,
@@ -63,6 +68,7 @@ class LogFollower:
     def __init__(self, broker: Broker, ledger: Ledger, *, trains: bool) -> None:
         self.needs: Final = LogNeeds(trains=trains)
         self.uses: Final = PayloadUses()
+        self.sizes: Final = GroupSizes(trains=trains)
         self.ledger: Final = ledger
         self.caught_up: Final = anyio.Event()
         self._broker: Final = broker
@@ -86,18 +92,34 @@ class LogFollower:
             names = topic is not None and topic.name in TOPICS_WITH_PAYLOADS and may_name_payloads(data)
             if topic is not None and (names or topic.name in _LOOKED_INTO):
                 message = _decoded(topic, data)
+            named: list[NamedPayload] = []
             if topic is not None and message is not None:
                 if names:
-                    await self._note_payloads(sequence, topic, message)
+                    named = await self._note_payloads(sequence, topic, message)
                 self.ledger.take(message, sequence)
+            self._size(subject, data, message, named)
             self.needs.take(sequence, message)
             self.uses.passed(sequence, float(batch.unix_times_s[number]))
 
-    async def _note_payloads(self, sequence: int, topic: Topic[msgspec.Struct], message: msgspec.Struct) -> None:
+    def _size(self, subject: str, data: bytes, message: msgspec.Struct | None, named: list[NamedPayload]) -> None:
+        tokens = subject.split(".", 5)
+        key = tokens[4] if len(tokens) > 4 else ""
+        if isinstance(message, GroupIssued):
+            self.sizes.take(message)
+        # Of what belongs to no group only the next weights must find room beside what there is.
+        own = named if isinstance(message, WeightsPublished) or self.sizes.is_open(key) else []
+        self.sizes.add(key, len(subject) + len(data), own)
+        if message is not None and not isinstance(message, GroupIssued):
+            self.sizes.take(message)
+
+    async def _note_payloads(
+        self, sequence: int, topic: Topic[msgspec.Struct], message: msgspec.Struct
+    ) -> list[NamedPayload]:
         found = list(named_in(topic, message))
         for named in list(found):
             found += await self._inner(named)
         self.uses.take(sequence, topic.name, found)
+        return found
 
     async def _inner(self, named: NamedPayload) -> list[NamedPayload]:
         """What the payload of a manifest, of a stream's rows or of a version's pieces names in turn."""

@@ -1,6 +1,7 @@
 """The one who purges: looks at the store's fill, moves the low-water mark, purges below it, collects payloads.
 
     every period_s:  fill of log and payloads ─▶ ≥ sampling_stops_at: `run.retain` says full (sampling issues no more)
+                     room for more groups     ─▶ `run.retain` says up to which one sampling may issue
                                               ─▶ ≥ purge_above: mark ─▶ saved ─▶ holds read again ─▶ purged ─▶ announced
                                               ─▶ full and the mark does not move: `blocked: store full`, with who holds it
 
@@ -11,7 +12,7 @@ mark knows what it still finds. Two owners do no harm: both compute a mark below
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import anyio
@@ -29,6 +30,7 @@ from pipeline.lease import HeldLease, LeaseLostError
 from pipeline.log import RunLog
 from pipeline.metrics import Metrics
 from pipeline.retention import Mark, durable_needs, fold_needs, hold_needs, mark_of, purges
+from pipeline.room import NO_LIMIT, Fill, Room, Taken, room
 from schemas.config import RetentionSection
 from schemas.messages.sampling import LogHold, Retain
 from schemas.messages.training import FoldCheckpoint
@@ -40,6 +42,8 @@ LEASE_KEY: Final = "retention.lease"
 _LEASE_S: Final = 10.0
 _COLLECTED_AT_ONCE: Final = 16
 _SAY_AGAIN_S: Final = 30.0
+_FEW_STEPS: Final = 64
+"""With room for fewer steps than these, the bound is told exactly."""
 
 
 class Readers(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +52,8 @@ class Readers(msgspec.Struct, frozen=True, kw_only=True):
     folds: tuple[str, ...]
     durables: tuple[str, ...]
     trains: bool
+    groups_per_step: int = 1
+    """1 where nothing is trained; 0: nobody issues groups."""
 
 
 class RetentionOwner:
@@ -65,6 +71,9 @@ class RetentionOwner:
         self._holds: Final = HoldWatch()
         self._retain = Retain(ordinal=0, sequence=0, held_by="")
         self._told_full = False
+        self._told_below: int | None = None
+        """Up to which group sampling may issue, as it was told last; None: nobody said."""
+        self._room: Room | None = None
         self._said_s = -_SAY_AGAIN_S
         self._stopping: Final = anyio.Event()
 
@@ -95,7 +104,7 @@ class RetentionOwner:
 
     async def _own(self, lease: HeldLease) -> None:
         self._retain = await read_mark(self._broker) or self._retain
-        self._told_full = self._retain.full
+        self._told_full, self._told_below = self._retain.full, self._retain.issue_below
         follower = LogFollower(self._broker, await Ledger.restore(self._broker), trains=self._readers.trains)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lease.keep)
@@ -112,16 +121,23 @@ class RetentionOwner:
     async def look(self, follower: LogFollower) -> None:
         """One round."""
         settings = self._settings
+        taken = follower.sizes.taken()  # before the stores are looked at
         status = await self._broker.log_status()
         shares = (share(status.size_bytes, status.max_bytes), share(status.payload_bytes, status.payload_max_bytes))
         most = max(shares)
         mark = await self._mark(follower)
-        if most >= settings.purge_above and mark.sequence > self._retain.sequence:
+        lacks_room = self._room is not None and self._room.groups < 2 * self._readers.groups_per_step
+        purges_now = most >= settings.purge_above or (lacks_room and settings.purge_above < 1)
+        if purges_now and mark.sequence > self._retain.sequence:
             await self._purge(follower, mark)
         full = most >= (settings.sampling_resumes_at if self._told_full else settings.sampling_stops_at)
-        self._report(shares, mark, status, full=full)
-        if full != self._told_full:
-            await self._tell_pressure(mark, status, full=full)
+        if self._told_below is None:
+            self._told_below = follower.sizes.told_at_start
+        below = self._issue_below(status, taken)
+        held_back = self._holds_back(taken)
+        self._report(shares, mark, status, full=full or held_back)
+        if (full, below) != (self._told_full, self._told_below):
+            await self._tell_pressure(mark, status, full=full, below=below)
 
     async def _mark(self, follower: LogFollower) -> Mark:
         """The mark now. Where the log ends is looked at before who needs what."""
@@ -150,12 +166,16 @@ class RetentionOwner:
     async def _purge(self, follower: LogFollower, mark: Mark) -> None:
         await follower.ledger.save(self._broker)
         self._retain = Retain(
-            ordinal=self._retain.ordinal + 1, sequence=mark.sequence, held_by=mark.held_by, full=self._told_full
+            ordinal=self._retain.ordinal + 1,
+            sequence=mark.sequence,
+            held_by=mark.held_by,
+            full=self._told_full,
+            issue_below=self._told_below,
         )
         await self._broker.save_state(MARK_KEY, msgspec.msgpack.encode(self._retain))
         held = [hold.sequence for hold in (await self._counting_holds()).values()]
         floor = min([mark.sequence, *held])
-        purged, weights = 0, follower.needs.newest_weights
+        purged, weights = 0, follower.needs.kept_weights
         for pattern, below in purges(self._broker.run, (topic.name for topic in TOPICS), floor, weights):
             purged += await self._broker.purge_below(below, pattern=pattern)
         await self._announce()
@@ -171,7 +191,7 @@ class RetentionOwner:
         except StoreFullError as error:
             log.warning("the mark could not be put on the log", error=str(error))
 
-    async def _collect(self, follower: LogFollower, floor: int, weights: int) -> tuple[int, int]:
+    async def _collect(self, follower: LogFollower, floor: int, weights: Collection[int]) -> tuple[int, int]:
         """Delete payloads that nobody names any more; how many, and their bytes.
 
         What was stored after the message at the mark may be about to be named by whoever works on what stands above it, so it
@@ -208,8 +228,33 @@ class RetentionOwner:
             found.add(msgspec.msgpack.decode(ledger[0], type=FoldCheckpoint).state.id)
         return found
 
-    async def _tell_pressure(self, mark: Mark, status: LogStatus, *, full: bool) -> None:
-        """Put on the log that the store is nearly full, or that it is no longer: sampling obeys.
+    def _issue_below(self, status: LogStatus, taken: Taken) -> int | None:
+        """The first group for which there is no room; None while that is not known."""
+        if not self._readers.groups_per_step:
+            return self._told_below
+        self._room = room(
+            taken,
+            Fill(used_bytes=status.size_bytes, limit_bytes=status.max_bytes),
+            Fill(used_bytes=status.payload_bytes, limit_bytes=status.payload_max_bytes),
+        )
+        if self._room is None:
+            return self._told_below
+        groups, told = self._room.groups, self._told_below
+        if told is None:
+            return taken.num_issued + groups
+        left, few = told - taken.num_issued, groups < _FEW_STEPS * self._readers.groups_per_step
+        # Told again long before it is used up, but neither for every group nor for every byte.
+        if 2 * left < groups or (left > groups and (few or left > 2 * groups)):
+            return taken.num_issued + groups
+        return told
+
+    def _holds_back(self, taken: Taken) -> bool:
+        """Whether no step can be begun and nothing is under way that would free room."""
+        return self._room is not None and self._room.groups < self._readers.groups_per_step and not taken.num_under_way
+
+    async def _tell_pressure(self, mark: Mark, status: LogStatus, *, full: bool, below: int | None) -> None:
+        """Put on the log that the store is nearly full, or that it is no longer, and up to which group there is room: sampling
+        obeys.
 
         Raises:
             StoreFullError: the log takes no word more; the report tells it all the same.
@@ -221,18 +266,34 @@ class RetentionOwner:
             held_by=mark.held_by,
             full=full,
             reason=reason,
+            issue_below=below,
         )
         await self._broker.save_state(MARK_KEY, msgspec.msgpack.encode(told))
         standing = await self._log.publish(told)
         self._retain = msgspec.structs.replace(told, ordinal=max(told.ordinal, standing.ordinal))
-        self._told_full = full
-        log.warning("the store is nearly full: nothing new is begun" if full else "there is room again", fill=reason)
+        if full != self._told_full:
+            log.warning(
+                "the store is nearly full: nothing new is begun" if full else "there is room again", fill=reason
+            )
+        self._told_full, self._told_below = full, below
+
+    def _room_text(self) -> str:
+        """What groups need and have, in words, where that holds work back."""
+        room = self._room
+        if room is None or room.groups >= self._readers.groups_per_step:
+            return ""
+        return (
+            f"; room for {room.groups} more groups: one takes {room.group_bytes / 1e6:,.2f} MB, "
+            f"{room.free_bytes / 1e6:,.2f} MB are left"
+        )
 
     def _report(self, shares: Sequence[float], mark: Mark, status: LogStatus, *, full: bool) -> None:
-        metrics, text = self._metrics, fill_text(status)
+        metrics, text = self._metrics, fill_text(status) + self._room_text()
         metrics.gauges.update(
             {LOG_SHARE: shares[0], PAYLOAD_SHARE: shares[1], "mark": mark.sequence, "blocked": float(full)}
         )
+        if self._room is not None and self._room is not NO_LIMIT:
+            metrics.gauges["room_groups"] = self._room.groups
         holder = f"; the mark stands at {mark.sequence}, held by {mark.held_by or 'nobody'}"
         metrics.labels["mark"] = f"{mark.sequence} {mark.held_by}".strip()
         if not full:

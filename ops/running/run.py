@@ -49,6 +49,7 @@ from ops.running.starting import (
 )
 from ops.secrets import RunSecrets, run_secrets, secrets_digest
 from ops.stopping import until_stopped
+from ops.store_room import issue_below_at_start
 from ops.supervise.orphans import end_orphans
 from ops.supervise.process import ProcessGivenUpError
 from ops.supervise.supervisor import Supervisor
@@ -248,6 +249,7 @@ async def _announce_start(config: RunConfig, broker: Broker, policy_digest: str)
             steps=config.run.steps,
             epochs=1 if _ends_by_itself(config) else config.run.epochs,
             policy_digest=policy_digest,
+            issue_below=issue_below_at_start(config),
         )
     )
     return ordinal

@@ -26,7 +26,12 @@ async def run_retention(context: WorkerContext) -> None:
 def readers(config: RunConfig) -> Readers:
     """Who reads the log of a run with this config."""
     folds = ("assembly",) if config.run.from_run else ("sampling", "assembly")
-    return Readers(folds=folds, durables=durables_of(config), trains=not config.run.rollout_only)
+    return Readers(
+        folds=folds,
+        durables=durables_of(config),
+        trains=not config.run.rollout_only,
+        groups_per_step=0 if config.run.from_run else 1 if config.run.rollout_only else config.sampling.groups_per_step,
+    )
 
 
 def _collectable(store: PayloadStore) -> CollectablePayloads:

@@ -29,6 +29,8 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
     """Passes over the mixture after which it ends; a later start may move it."""
     policy_digest: str = ""
     """Of the weight files that version 0 is; empty where there are none (stand-ins)."""
+    issue_below: int | None = None
+    """Groups with an ordinal below this may be issued until it is known what a group takes of the store; None: no bound."""
 
 
 class RunFinished(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +163,10 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True):
     """The run's store is nearly full: nothing new is begun until a later mark says otherwise."""
     reason: str = ""
     """What is full, and how full."""
+    issue_below: int | None = None
+    """Groups with an ordinal below this may be issued: for them there is room in the store, whatever is purged meanwhile; None:
+    what was said before counts.
+    """
 
 
 class LogHold(msgspec.Struct, frozen=True, kw_only=True):

@@ -86,6 +86,7 @@ def credit_of(settings: SamplingSettings, state: SamplingState, *, epoch_size: i
         max_staleness=settings.max_staleness if settings.trains else None,
         max_concurrent=settings.max_concurrent_groups - len(state.evaluating),
         full=state.full,
+        room=None if state.issue_below is None else state.issue_below - state.num_issued,
         still_needed=min(limits) if limits else None,
     )
 

@@ -27,6 +27,7 @@ def available(
     max_staleness: int | None,
     max_concurrent: int,
     full: bool = False,
+    room: int | None = None,
     still_needed: int | None = None,
 ) -> Credit:
     """Groups that may be issued now (≥ 0), in groups.
@@ -38,6 +39,8 @@ def available(
         max_concurrent: groups that may run at once.
         full: the run's store is nearly full: only a step that is begun gets the groups that it still misses, since what it
             holds can be purged only when it is trained.
+        room: more groups that the store has room for, beside running and waiting ones. Where they are trained in whole steps a part
+            of one would keep its room for ever, so a step that is begun gets its groups. None = nobody said.
         still_needed: groups that the rest of the run can train, beyond running and waiting; None = no end in sight.
     """
     limits = [
@@ -48,10 +51,21 @@ def available(
     if full:
         begun = running + waiting
         limits.append((groups_per_step - begun if begun else 0, "store full"))
+    if room is not None:
+        limits.append(
+            (_room_left(room, running + waiting, groups_per_step, trains=max_staleness is not None), "store full")
+        )
     if still_needed is not None:
         limits.append((still_needed, "end of run"))
     groups, bound_by = min(limits, key=lambda limit: limit[0])
     return Credit(groups=max(0, groups), bound_by=bound_by)
+
+
+def _room_left(room: int, begun: int, groups_per_step: int, *, trains: bool) -> int:
+    if not trains:
+        return room
+    missing = groups_per_step - begun if 0 < begun < groups_per_step else 0
+    return max((begun + room) // groups_per_step * groups_per_step - begun, missing)
 
 
 def what_frees(credit: Credit, *, running: int, untrained_step: int | None) -> str:

@@ -106,6 +106,8 @@ class SamplingFold:
                 state.start = message.ordinal
                 state.max_steps, state.max_epochs = message.steps, message.epochs
                 state.draining = False
+                if state.issue_below is None:
+                    state.issue_below = message.issue_below
             case StreamListed() | PromptPublished():
                 self._fill(state, message)
             case GroupClosed():
@@ -120,6 +122,8 @@ class SamplingFold:
                 state.tick = max(state.tick, message.ordinal)
             case Retain():
                 state.full = message.full
+                if message.issue_below is not None:
+                    state.issue_below = message.issue_below
             case _:
                 raise ContractError(f"sampling does not consume {type(message).__name__}")
         return [*self._evaluate(state), *self._issue(state), *self._finish(state)]
@@ -211,6 +215,8 @@ class SamplingFold:
             most_at_once(settings.max_concurrent_groups) - len(state.evaluating),
             settings.max_concurrent_groups - len(state.running) - len(state.evaluating),
         )
+        if state.issue_below is not None:
+            places = min(places, state.issue_below - state.num_issued)
         outputs: list[Output] = []
         for plan in plans:
             while places > 0 and (row := next_row(plan)) is not None:

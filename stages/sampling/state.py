@@ -49,6 +49,8 @@ class SamplingState(msgspec.Struct, kw_only=True):
     tick: int = 0
     full: bool = False
     """The run's store is nearly full."""
+    issue_below: int | None = None
+    """Groups with an ordinal below this have room in the store; None: nobody said."""
     paused: bool = False
     draining: bool = False
 

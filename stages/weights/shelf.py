@@ -82,6 +82,7 @@ class Shelf:
         ref = await self._payloads.put(data)
         pieces = {part.id: part.size_bytes for file in files for part in file.parts}
         self._pieces[version, generation] = {**pieces, ref.id: ref.size_bytes}
+        self._retired.discard((version, generation))
         return ref
 
     async def _put_file(self, path: Path, cut: list[tuple[int, int]], known: Collection[str]) -> list[Part]:
@@ -107,33 +108,45 @@ class Shelf:
         return [parts[offset] for offset in sorted(parts)]
 
     async def retire(self, version: int, generation: int) -> None:
-        """Take out what is older than the versions kept, `version` being the newest; messages and manifests stay."""
+        """Take out what is older than the versions kept, counted from `version`; messages and manifests stay."""
         last = version - self._keep
-        kept: set[str] = set()
-        for standing in range(max(1, last + 1), version + 1):
-            for trainer in range(1, generation + 1):
-                kept.update(await self._pieces_of(standing, trainer))
+        kept = await self._kept(last + 1, version, generation)
         held = self._held()
-        for old in range(max(1, last - _LOOK_BACK), last + 1):
+        old: dict[tuple[int, int], dict[str, int]] = {}
+        for standing in range(max(1, last - _LOOK_BACK), last + 1):
             for trainer in range(1, generation + 1):
-                key = (old, trainer)
-                if key in self._retired:
-                    continue
-                pieces = await self._pieces_of(*key)
-                if key in held:
-                    kept.update(pieces)
-                    continue
-                for piece, size in pieces.items():
-                    if piece not in kept:
-                        await self._payloads.delete(PayloadRef(store=RUN_STORE, id=piece, size_bytes=size))
-                self._pieces.pop(key, None)
-                self._retired.add(key)
+                key = (standing, trainer)
+                if key in held:  # a piece of it may be one of an older version, too
+                    kept.update(await self._pieces_of(*key))
+                elif key not in self._retired:
+                    old[key] = await self._pieces_of(*key)
+        for key, pieces in old.items():
+            for piece, size in pieces.items():
+                if piece not in kept:
+                    await self._payloads.delete(PayloadRef(store=RUN_STORE, id=piece, size_bytes=size))
+            self._pieces.pop(key, None)
+            self._retired.add(key)
+
+    async def _kept(self, first: int, version: int, generation: int) -> set[str]:
+        """The pieces of the versions from `first` on: also of those after `version`, which another worker published when this
+        step was handled before or its worker slept.
+        """
+        kept: set[str] = set()
+        standing = max(1, first)
+        while True:
+            found = [await self._pieces_of(standing, trainer) for trainer in range(1, generation + 1)]
+            kept.update(*found)
+            if standing >= version and not any(found):
+                return kept
+            standing += 1
 
     async def _pieces_of(self, version: int, generation: int) -> dict[str, int]:
         key = (version, generation)
         if key not in self._pieces:
             published = await self._published.find(version, generation)
-            self._pieces[key] = {} if published is None else await self._read_pieces(published)
+            if published is None:  # as yet
+                return {}
+            self._pieces[key] = await self._read_pieces(published)
         return self._pieces[key]
 
     async def _read_pieces(self, published: WeightsPublished) -> dict[str, int]:

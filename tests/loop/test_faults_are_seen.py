@@ -1,4 +1,4 @@
-"""Faults of a real run are seen within 30 s, by name: in status, top, the metrics with their alert, and the report."""
+"""Faults of a real run are named within 30 s: in status, top, the metrics, an alert and the report."""
 
 from __future__ import annotations
 
@@ -7,30 +7,35 @@ import os
 import socket
 import subprocess
 import sys
-import time
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
-import httpx
-import msgspec
+import anyio.abc
 import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from nodes_case import Nodes
+from seeing import WITHIN_S, Alerts, Watched, watched
 
+from broker.errors import StoreFullError
+from ops.control import ask
+from ops.engines.server_process import free_port
 from ops.status import run_status
-from ops.top.model import Model
-from ops.top.watching import watch
-from ops.troubles import Trouble
 from ops.wiring import STAGES
+from pipeline.log import RunLog
+from schemas.messages.sampling import ControlAction
+from schemas.topics import WEIGHTS_PUBLISHED
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ops" / "metrics"))
-
-from firing import firing
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-WITHIN_S = 30.0
-SETTINGS = ("--steps", "100000", "--set", "training.standin_step_s=0.2")
+FAKE_SERVER = ROOT / "tests" / "ops" / "engines" / "fake_server_process.py"
+PAYLOAD_BYTES, LOG_BYTES = 24_000_000, 48_000_000
+SETTINGS = (
+    *("--steps", "100000", "--set", "training.standin_step_s=0.2"),
+    *("--set", f"broker.max_payload_store_bytes={PAYLOAD_BYTES}", "--set", f"broker.max_bytes={LOG_BYTES}"),
+)
 
 
 def port_base() -> int:
@@ -40,149 +45,286 @@ def port_base() -> int:
         return min(probe.getsockname()[1], 60000)
 
 
-async def alerts(base: int) -> set[str]:
-    """What fires on everything that the run's processes serve."""
-    series = []
-    async with httpx.AsyncClient(timeout=1.0) as http:
-        for place in range(12):
-            try:
-                answer = await http.get(f"http://127.0.0.1:{base + place}/metrics")
-            except httpx.HTTPError:
-                continue
-            for family in text_string_to_metric_families(answer.text):
-                series += [(sample.name, sample.labels, sample.value) for sample in family.samples]
-    return firing(series)
+@pytest.fixture
+def tell(record_property):
+    """Keep and print the figures of one fault."""
+
+    def told(fault: str, found: dict[str, float]) -> None:
+        record_property(fault, json.dumps(found))
+        print(f"{fault}: {found}")  # noqa: T201 - the figures, for who runs it
+
+    return told
 
 
-@asynccontextmanager
-async def topped(run):
-    """What `headrace top` shows of the run, kept up to date."""
-    model = Model("smoke")
-    async with run.broker() as broker, anyio.create_task_group() as tasks:
-        tasks.start_soon(watch, broker, model)
-        yield model
-        tasks.cancel_scope.cancel()
-
-
-async def reported(run) -> list[Trouble]:
-    """The troubles in a report that is written now."""
-    command = [sys.executable, "-m", "ops", "report", str(run.folder.path), "--json"]
-    done = await anyio.run_process(command, cwd=ROOT, check=False)
-    return msgspec.convert(json.loads(done.stdout)["troubles"], list[Trouble]) if done.returncode == 0 else []
-
-
-async def seen(run, model, kind: str, what: str, alert: str, base: int) -> dict[str, float]:
-    """Seconds until each place says it by name."""
-    began, found = time.monotonic(), {}
-
-    def named(troubles) -> bool:
-        return any(one.kind == kind and one.what.startswith(what) for one in troubles)
-
-    async def status() -> bool:
-        async with run.broker() as broker:
-            return named((await run_status(broker, STAGES, listen_s=1.5)).troubles)
-
-    async def top() -> bool:
-        return named(model.troubles(time.time()))
-
-    async def fires() -> bool:
-        return alert in await alerts(base)
-
-    async def report() -> bool:
-        return named(await reported(run))
-
-    async def wait_for(name, looks) -> None:
-        while not await looks():
-            await anyio.sleep(0.2)
-        found[name] = round(time.monotonic() - began, 1)
-
-    places = {"status": status, "top": top, "alert": fires, "report": report}
-    with anyio.move_on_after(WITHIN_S):
-        async with anyio.create_task_group() as tasks:
-            for name, looks in places.items():
-                tasks.start_soon(wait_for, name, looks)
-    assert set(found) == set(places), f"{kind}: seen in {found}"
-    return found
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-async def test_faults_of_each_kind_are_named_everywhere_within_30_seconds(headrace, record_property) -> None:
+async def test_faults_of_one_machine(headrace, tell) -> None:
     base = port_base()
-    async with headrace(*SETTINGS, "--set", f"metrics.port={base}") as run:
-        await run.wait_for_step(2)
-        async with topped(run) as model:
-            for kind, what, alert, begin, end in (
-                ("stage stuck", "gateway", "HeadraceStageStuck", stop("gateway"), resume("gateway")),
-                ("stage stuck", "trainer", "HeadraceStageStuck", stop("trainer"), resume("trainer")),
-                ("arena away", "arena_launch", "HeadraceArenaAway", stop("arena"), resume("arena")),
-                ("dead letters", "rewards", "HeadraceDeadLetters", poison, nothing),
-                ("stage stopped", "trainer", "HeadraceStageStuck", second_trainer, until_it_ended),
-            ):
-                step = model.trained_step
-                await begin(run)
-                found = await seen(run, model, kind, what, alert, base)
-                record_property(f"{kind}, {begin.__name__}", json.dumps(found))
-                print(kind, begin.__name__, found)  # noqa: T201 - the figures, for who runs it
-                await end(run)
-                await run.wait_for_step(step + 3)
-        victim = run.children()["nats"]
-        victim.suspend()
-        with anyio.fail_after(WITHIN_S):
-            while "HeadraceBrokerAway" not in await alerts(base):
-                await anyio.sleep(0.2)
-        looked = await anyio.run_process(
-            [sys.executable, "-m", "ops", "status", str(run.folder.path)], cwd=ROOT, check=False
-        )
-        assert looked.returncode
-        assert b"did not answer" in looked.stderr
-        victim.resume()
+    async with (
+        headrace(*SETTINGS, "--set", f"metrics.port={base}") as run,
+        watched_run(run, base) as seen,
+    ):
+        for name, fault, kind, what, alert in (
+            ("gateway stopped", stopped(run, "gateway"), "stage stuck", "gateway", "HeadraceStageStuck"),
+            ("trainer stopped", stopped(run, "trainer"), "stage stuck", "trainer", "HeadraceStageStuck"),
+            ("Arena stopped", stopped(run, "arena"), "arena away", "arena_launch", "HeadraceArenaAway"),
+            ("payloads fill up", big_payload(run), "store full", "retention", "HeadraceStoreFull"),
+            ("log refuses messages", many_messages(run), "store full", "retention", "HeadraceStoreFull"),
+            ("weights damaged", damaged_weights(run), "weights refused", "gateway", "HeadraceWeightsRefused"),
+            ("lease lost", second_trainer(run), "stage stopped", "trainer", "HeadraceStageStuck"),
+        ):
+            async with fault:
+                tell(name, await seen.until_named(kind, what, alert))
+            with anyio.fail_after(90):  # a stage's last word is told for a minute
+                await seen.until_well(kind, what, alert)
+            await run.wait_for_step(seen.model.trained_step + 3)
+        async with poison(run):
+            tell("dead letter", await seen.until_named("dead letters", "rewards", "HeadraceDeadLetters"))
+        await seen.alerts.forget_gone()
+        async with killed_worker(run, seen):
+            tell("worker killed", await seen.until_named("process dead", "rewards", "HeadraceProcessDown"))
+        await run.wait_for_step(seen.model.trained_step + 3)
+        await the_broker_is_told_to_be_away(run, seen)
         run.interrupt()
         assert await run.process.wait() == 130
 
 
-def stop(kind: str):
-    async def stopped(run) -> None:
-        run.children()[kind].suspend()
+async def test_an_engine_server_that_answers_no_more(headrace, with_servers, tell) -> None:
+    base, port = port_base(), free_port("127.0.0.1")
+    model = with_servers[-1].removeprefix("policy.folder=")
+    own = [sys.executable, str(FAKE_SERVER), "--port", str(port), "--model", model, "--parent", str(os.getpid())]
+    async with (
+        headrace(*SETTINGS, *with_servers, "--set", "engine.count=1", "--set", f"metrics.port={base}") as run,
+        ended(await anyio.open_process(own, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)) as server,
+        watched_run(run, base) as seen,
+    ):
+        where = ("--name", "extra", "--run", str(run.folder.path))
+        await headrace_command("engine", "register", f"http://127.0.0.1:{port}", *where)
+        with anyio.fail_after(60):
+            while "extra" not in seen.model.engines or seen.model.engines["extra"].state.value != "serving":
+                await anyio.sleep(0.1)
+        server.suspend()
+        found = await seen.until_named("engine quarantined", "extra", "HeadraceEngineQuarantined")
+        tell("engine's server stopped", found)
+        with anyio.fail_after(60):  # nobody may start it again: it is named for as long as it is away
+            while "waiting for the server" not in seen.model.engines["extra"].reason:
+                assert seen.names("engine quarantined", "extra")
+                await anyio.sleep(0.1)
+        assert seen.names("engine quarantined", "extra")
+        server.resume()
+        with anyio.fail_after(60):
+            await seen.until_well("engine quarantined", "extra", "HeadraceEngineQuarantined")
+        await run.wait_for_step(seen.model.trained_step + 3)
+        run.interrupt()
+        assert await run.process.wait() == 130
 
-    stopped.__name__ = f"stop_{kind}"
-    return stopped
+
+@asynccontextmanager
+async def ended(process: anyio.abc.Process) -> AsyncGenerator[psutil.Process]:
+    """A process that is killed in the end, whether it is stopped or not."""
+    async with process:
+        try:
+            yield psutil.Process(process.pid)
+        finally:
+            process.kill()
 
 
-def resume(kind: str):
-    async def resumed(run) -> None:
-        for child in psutil.Process(run.process.pid).children():
-            if child.status() == psutil.STATUS_STOPPED:
-                child.resume()
+TWO_NODES = """
+config = "{config}"
+set = ['run.id="{run}"', 'run.dir="{folder}/{run}"', 'run.steps={steps}', 'training.standin_step_s=0.8', 'metrics.port=METRICS']
+secrets = "{run}.secrets.json"
 
-    return resumed
+[broker]
+port = {port}
+
+[[nodes]]
+name = "head"
+address = "127.0.0.2"
+control = true
+broker = true
+arena = true
+trainer = true
+fan_out = 1
+rewards = 1
+launchers = 1
+gateways = 1
+
+[[nodes]]
+name = "rollout-1"
+address = "127.0.0.3"
+launchers = 1
+gateways = 1
+"""
 
 
-async def nothing(run) -> None:
-    pass
+class Machines(Nodes):
+    """Each node has a host name of its own, as on machines of their own."""
+
+    def command(self, node: str) -> list[str]:
+        return ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', node, *super().command(node)]
 
 
-async def poison(run) -> None:
-    """A message that no stage can decode."""
+async def test_a_node_that_is_gone(tmp_path, tell) -> None:
+    if subprocess.run(["unshare", "--uts", "true"], check=False, capture_output=True).returncode:  # noqa: ASYNC221 - short
+        reason = "a node with a host name of its own needs the right to `unshare --uts`"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    base = port_base()
+    run = Machines(tmp_path, "nodes", 100_000, TWO_NODES.replace("METRICS", str(base)))
+    try:
+        with anyio.fail_after(240):
+            await run.up("head")
+            await run.until_keys()
+            await run.up("rollout-1")
+            await run.until_ready("head", "rollout-1")
+            await run.until_step(2)
+        alerts = Alerts(base, ("127.0.0.2", "127.0.0.3"))
+        async with watched("nodes", tmp_path / "nodes" / "head", run.broker, alerts) as seen:
+            run.kill("rollout-1")
+            tell("node killed", await seen.until_named("node gone", "rollout-1", "HeadraceNodeGone"))
+            with anyio.fail_after(120):
+                await run.up("rollout-1")
+                await run.until_ready("rollout-1")
+                await seen.until_well("node gone", "rollout-1", "HeadraceNodeGone")
+    finally:
+        await run.end()
+
+
+@asynccontextmanager
+async def watched_run(run, base: int) -> AsyncGenerator[Watched]:
+    """A run of one machine that has trained some steps."""
+    await run.wait_for_step(2, deadline_s=150.0)
+    async with watched("smoke", run.folder.path, run.broker, Alerts(base)) as seen:
+        yield seen
+
+
+# Faults: each begins when its block does, and is over after it.
+
+
+@asynccontextmanager
+async def stopped(run, kind: str) -> AsyncGenerator[None]:
+    victim = run.children()[kind]
+    victim.suspend()
+    try:
+        yield
+    finally:
+        victim.resume()
+
+
+@asynccontextmanager
+async def big_payload(run) -> AsyncGenerator[None]:
+    """Somebody puts a file into the payload store that leaves little room."""
     async with run.broker() as broker:
-        await broker.publish("hr.smoke.episode.ended.poison.0.0", b"\xff\x00")
+        ref = await broker.payloads.put(os.urandom(int(0.9 * PAYLOAD_BYTES)))
+        yield
+        await broker.payloads.delete(ref.id)
 
 
-async def second_trainer(run) -> None:
-    """Somebody starts a trainer beside the run's: the one that had the lease stops."""
+@asynccontextmanager
+async def many_messages(run) -> AsyncGenerator[None]:
+    """Somebody writes on the run's log until it takes no message more."""
+    async with run.broker() as broker:
+        number, size = 0, 500_000
+        while size > 100:
+            try:
+                await broker.publish(f"hr.smoke.noise.{number}", os.urandom(size))
+                number += 1
+            except StoreFullError:
+                size //= 4
+        yield
+        await broker.purge_below((await broker.log_status()).last_sequence + 1, pattern="hr.smoke.noise.>")
+
+
+@asynccontextmanager
+async def damaged_weights(run) -> AsyncGenerator[None]:
+    """A bit of the newest version flips on its disk while nothing is trained, and the gateway has to load it anew."""
+    async with run.broker() as broker:
+        await ask(broker, ControlAction.PAUSE)
+        while await under_way(broker):
+            pass
+        async with RunLog(broker).read([WEIGHTS_PUBLISHED], follow=False) as entries:
+            published = [entry.message async for entry in entries][-1]
+        flip_last_bit(Path(published.directory))
+        run.children()["gateway"].kill()
+        yield
+        flip_last_bit(Path(published.directory))
+        await ask(broker, ControlAction.RESUME)
+
+
+def flip_last_bit(folder: Path) -> None:
+    (file,) = folder.glob("*.safetensors")
+    found = file.read_bytes()
+    file.write_bytes(found[:-1] + bytes([found[-1] ^ 1]))
+
+
+async def under_way(broker) -> bool:
+    """Whether a group or a step still is."""
+    status = await run_status(broker, STAGES, listen_s=1.5)
+    gauges = {stage.stage: stage.workers[0].gauges for stage in status.stages if stage.workers}
+    newest = gauges["trainer"]["step"]
+    return bool(gauges["sampling"]["groups_running"]) or gauges["gateway"]["version"] < newest
+
+
+@asynccontextmanager
+async def second_trainer(run) -> AsyncGenerator[None]:
+    """Somebody starts a trainer beside the run's: the one that had the lease stops. Started again it takes the lease back."""
     with (run.folder.logs / "second.log").open("wb") as log:
-        process = subprocess.Popen(  # noqa: ASYNC220 - it is only started
-            [sys.executable, "-m", "ops", "worker", "trainer", "--run-dir", str(run.folder.path)],
-            cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    run.second = process
+        process = worker(run, "trainer", log)
     with anyio.fail_after(60):  # the fault begins when it takes the lease
         while b"lease taken" not in (run.folder.logs / "second.log").read_bytes():
             await anyio.sleep(0.1)
-
-
-async def until_it_ended(run) -> None:
-    """The run's trainer is started again, takes the lease back, and the second one stops."""
+    yield
     with anyio.fail_after(60):
-        while run.second.poll() is None:
+        while process.poll() is None:
             await anyio.sleep(0.1)
+
+
+def worker(run, stage: str, log) -> subprocess.Popen:
+    """A worker that nobody looks after."""
+    command = [sys.executable, "-m", "ops", "worker", stage, "--run-dir", str(run.folder.path)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+@asynccontextmanager
+async def poison(run) -> AsyncGenerator[None]:
+    """A message that no stage can decode."""
+    async with run.broker() as broker:
+        await broker.publish("hr.smoke.episode.ended.poison.0.0", b"\xff\x00")
+    yield
+
+
+@asynccontextmanager
+async def killed_worker(run, seen: Watched) -> AsyncGenerator[None]:
+    """A worker that was started by hand, and that nobody starts again, is killed."""
+    async with run.broker() as broker:
+        with (run.folder.logs / "third.log").open("wb") as log:
+            process = worker(run, "rewards", log)
+        with anyio.fail_after(60):
+            while not any(str(process.pid) in name for name in await workers(broker, "rewards")):
+                pass
+    await seen.alerts.hold()  # its endpoint is known from now on
+    process.kill()
+    process.wait()
+    yield
+
+
+async def workers(broker, stage: str) -> list[str]:
+    found = await run_status(broker, STAGES, listen_s=1.5)
+    return [report.worker for one in found.stages if one.stage == stage for report in one.workers]
+
+
+async def the_broker_is_told_to_be_away(run, seen: Watched) -> None:
+    """The log can't be read: the alert and top name it, status says so."""
+    victim = run.children()["nats"]
+    victim.suspend()
+    with anyio.fail_after(WITHIN_S):
+        while "HeadraceBrokerAway" not in seen.alerts.fires or not seen.model.problem:
+            await anyio.sleep(0.2)
+    said = await headrace_command("status", str(run.folder.path), code=1)
+    assert "did not answer" in said
+    victim.resume()
+
+
+async def headrace_command(*arguments: str, code: int = 0) -> str:
+    """What a command says."""
+    done = await anyio.run_process([sys.executable, "-m", "ops", *arguments], cwd=ROOT, check=False)
+    said = (done.stdout + done.stderr).decode()
+    assert done.returncode == code, said
+    return said

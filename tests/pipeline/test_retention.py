@@ -135,7 +135,7 @@ def test_the_mark_is_never_above_a_need_nor_above_what_was_looked_at(sequences, 
 
 def test_inputs_of_the_run_dead_letters_and_the_newest_weights_are_never_purged():
     needs = after(*[None] * 5, WeightsPublished(version=3, generation=1, digest="", manifest=REF), None)
-    found = dict(purges("r", [topic.name for topic in TOPICS], 100, needs.newest_weights))
+    found = dict(purges("r", [topic.name for topic in TOPICS], 100, needs.kept_weights))
     assert {pattern.removeprefix("hr.r.").removesuffix(".>") for pattern in found} == {
         topic.name for topic in TOPICS
     } - KEPT_TOPICS
@@ -154,10 +154,44 @@ def test_a_payload_is_needed_as_long_as_a_message_at_or_above_the_mark_names_it(
     uses.take(20, "step.assembled", [named(2)])
     uses.take(5, "stream.listed", [named(3)])
     uses.take(8, "weights.published", [named(4)])
-    found = [uses.is_named(f"{number:032x}", 15, 8) for number in (1, 2, 3, 4, 5)]
+    found = [uses.is_named(f"{number:032x}", 15, {8}) for number in (1, 2, 3, 4, 5)]
     assert found == [False, True, True, True, False]
-    uses.forget_below(15, 8)
+    uses.forget_below(15, {8})
     assert len(uses) == 3
+
+
+def published(version: int, generation: int) -> WeightsPublished:
+    return WeightsPublished(version=version, generation=generation, digest="", manifest=REF, directory="")
+
+
+def test_a_trainer_that_went_back_keeps_the_newest_weights_and_those_that_it_published_last():
+    needs, uses = LogNeeds(trains=True), PayloadUses()
+    constant, changed, later = named(1), named(2), named(3)
+    for sequence, version, generation, pieces in (
+        (10, 9, 1, [constant]),
+        (11, 10, 1, [constant, changed]),
+        (20, 7, 2, [constant]),
+        (30, 8, 2, [constant, later]),
+        (31, 11, 1, [constant, named(4)]),  # said by the superseded one when it woke
+    ):
+        needs.take(sequence, published(version, generation))
+        uses.take(sequence, "weights.published", pieces)
+    assert (needs.newest_weights, needs.kept_weights) == (11, {11, 30})
+    ids = [f"{number:032x}" for number in (1, 2, 3, 4)]
+    for _ in range(2):
+        assert [uses.is_named(one, 100, needs.kept_weights) for one in ids] == [True, True, True, False]
+        uses.forget_below(100, needs.kept_weights)
+    floors = dict(purges("r", [topic.name for topic in TOPICS], 100, needs.kept_weights))
+    assert floors["hr.r.weights.published.>"] == 11
+
+
+def test_a_piece_that_later_weights_of_a_lower_version_name_too_stays_for_the_newest():
+    needs, uses = LogNeeds(trains=True), PayloadUses()
+    for sequence, version, generation in ((10, 10, 1), (20, 7, 2), (30, 8, 2)):
+        needs.take(sequence, published(version, generation))
+        uses.take(sequence, "weights.published", [named(1)] if version != 8 else [named(2)])
+    uses.forget_below(25, needs.kept_weights)
+    assert uses.is_named(named(1).ref.id, 25, needs.kept_weights), "version 10 is what an engine that joins loads"
 
 
 def test_the_time_of_the_mark_is_never_later_than_the_message_s_own():
@@ -166,6 +200,6 @@ def test_the_time_of_the_mark_is_never_later_than_the_message_s_own():
         uses.passed(sequence, time_s)
     for sequence in range(1, 101):
         assert times[sequence - 1] - 1.0 < uses.time_of(sequence) <= times[sequence - 1]
-    uses.forget_below(50, 0)
+    uses.forget_below(50, ())
     assert uses.time_of(50) <= times[49]
     assert uses.time_of(0) == 0.0

@@ -241,6 +241,17 @@ async def test_an_attached_server_that_is_away_is_waited_for(wait_until) -> None
     assert len(house.engines) == 1
 
 
+async def test_an_attached_server_that_was_left_on_hold_goes_on_when_it_is_there_again(wait_until) -> None:
+    house = House(attached=True)
+    async with house.running():
+        await wait_until(lambda: house.now.state is EngineState.SERVING)
+        await house.engines[0].pause()  # as a swap does whose connection was cut
+        house.engines[0].failing = "no answer"
+        await wait_until(lambda: house.now.num_restarts == 1)
+        house.engines[0].failing = ""
+        await wait_until(lambda: house.now.state is EngineState.SERVING)
+
+
 async def test_a_server_that_is_started_again_is_told_with_its_reason_until_it_serves(wait_until) -> None:
     house = House()
     async with house.running():

@@ -37,17 +37,23 @@ QUICK = RetentionSection(min_payload_age_s=0.0, period_s=0.02)
 CHECKPOINTS = FoldSettings(checkpoint_every=50, checkpoint_period_s=0.2)
 
 
-def sampling_fold() -> SamplingFold:
+def sampling_fold(max_staleness: int = 1) -> SamplingFold:
     return SamplingFold(
         SamplingSettings(
-            streams=("s",), groups_per_step=GROUPS, slots_per_group=SLOTS, max_staleness=1, max_concurrent_groups=16
+            streams=("s",),
+            groups_per_step=GROUPS,
+            slots_per_group=SLOTS,
+            max_staleness=max_staleness,
+            max_concurrent_groups=(max_staleness + 1) * GROUPS + 12,
         )
     )
 
 
-def assembly_fold(run: str) -> AssemblyFold:
+def assembly_fold(run: str, max_staleness: int = 1) -> AssemblyFold:
     return AssemblyFold(
-        AssemblySettings(run=run, groups_per_step=GROUPS, slots_per_group=SLOTS, max_staleness=1, temperature=1.0)
+        AssemblySettings(
+            run=run, groups_per_step=GROUPS, slots_per_group=SLOTS, max_staleness=max_staleness, temperature=1.0
+        )
     )
 
 
@@ -92,21 +98,37 @@ async def roll_out(requested: EpisodeRequested, *, payloads: Payloads, tokens: i
 class SmallLoop:
     """Runs until `steps` are trained; `retention` None: nothing is ever purged."""
 
-    def __init__(self, broker: Broker, folder: Path, *, retention: RetentionSection | None = QUICK, tokens: int = 64):
+    def __init__(
+        self,
+        broker: Broker,
+        folder: Path,
+        *,
+        retention: RetentionSection | None = QUICK,
+        tokens: int = 64,
+        max_staleness: int = 1,
+        bounded: bool = False,
+    ) -> None:
+        """Args:
+        bounded: groups are issued only where the store has room for them.
+        """
         self.broker = WorkerBroker(broker)
         self.folder = folder
         self.metrics = {name: Metrics(broker.run, name) for name in ("retention", "sampling", "assembly", "trainer")}
-        self.sampling = FoldRunner(sampling_fold(), self.broker, self.metrics["sampling"], CHECKPOINTS)
-        self.assembly = FoldRunner(assembly_fold(broker.run), self.broker, self.metrics["assembly"], CHECKPOINTS)
+        self._bounded = bounded
+        self.sampling = FoldRunner(sampling_fold(max_staleness), self.broker, self.metrics["sampling"], CHECKPOINTS)
+        self.assembly = FoldRunner(
+            assembly_fold(broker.run, max_staleness), self.broker, self.metrics["assembly"], CHECKPOINTS
+        )
         self.most_bytes = [0, 0]
         """The largest log and payload store that were seen."""
         self.log = RunLog(self.broker, publish=self.broker.publish_patiently)
         self.payloads = RunPayloads(self.broker, store=self.broker.bulk_payloads)
         self._tokens = tokens
+        readers = msgspec.structs.replace(READERS, groups_per_step=GROUPS if bounded else 0)
         self.owner = (
             None
             if retention is None
-            else RetentionOwner(broker, broker.payloads, self.metrics["retention"], READERS, retention)  # pyright: ignore[reportArgumentType]
+            else RetentionOwner(broker, broker.payloads, self.metrics["retention"], readers, retention)  # pyright: ignore[reportArgumentType]
         )
 
     async def begin(self, steps: int) -> int:
@@ -115,7 +137,14 @@ class SmallLoop:
         while await self.log.find(RUN_STARTED, ordinal) is not None:
             ordinal += 1
         await self.log.publish(
-            RunStarted(ordinal=ordinal, config_json=b"{}", config_digest="d", headrace_version="0", steps=steps)
+            RunStarted(
+                ordinal=ordinal,
+                config_json=b"{}",
+                config_digest="d",
+                headrace_version="0",
+                steps=steps,
+                issue_below=GROUPS if self._bounded else None,
+            )
         )
         rows = [StreamRow(data_id=f"d{number}") for number in range(10)]
         ref = await self.payloads.put(msgspec.msgpack.encode(rows))

@@ -62,7 +62,7 @@ async def test_a_piece_that_the_newest_weights_share_with_old_ones_is_still_name
         tasks.start_soon(follower.run)
         await wait_until(follower.caught_up.is_set)
         tasks.cancel_scope.cancel()
-    mark, weights = 100, follower.needs.newest_weights
+    mark, weights = 100, follower.needs.kept_weights
     assert all(follower.uses.is_named(piece, mark, weights) for piece in parts[2])
     assert parts[0] & parts[2], "the tensor that never changed"
     assert not any(follower.uses.is_named(piece, mark, weights) for piece in (parts[0] | parts[1]) - parts[2])

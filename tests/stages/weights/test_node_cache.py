@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weights_case import Broadcast, write_weights
 
+from pipeline.errors import PayloadGoneError
 from schemas.messages.training import Part, PartedFile, Tensor, WeightParts, WeightsManifest, WeightsPublished
 from schemas.payload import PayloadRef
 from stages.ports import WeightsRefusedError
@@ -18,6 +19,7 @@ from stages.weight_files import parts as cutting
 from stages.weight_files.safetensors_file import FILE_NAME, read_manifest
 from stages.weights import node_cache
 from stages.weights.node_cache import NodeCache
+from stages.weights.shelf import Shelf
 
 
 class CountedPayloads:
@@ -117,6 +119,54 @@ async def test_pieces_that_a_kept_version_shares_survive_the_old_one(broadcast: 
         4, 1, await parts_of(broadcast, newest)
     ) as folder:
         assert read_manifest(Path(folder) / FILE_NAME) == read_manifest(Path(newest.directory) / FILE_NAME)
+
+
+async def check_that_it_can_be_fetched(broadcast: Broadcast, folder: Path, published: WeightsPublished) -> None:
+    cache = NodeCache(folder, broadcast.payloads)
+    async with cache.folder(published.version, published.generation, await parts_of(broadcast, published)) as found:
+        assert read_manifest(Path(found) / FILE_NAME) == read_manifest(Path(published.directory) / FILE_NAME)
+
+
+async def test_a_piece_that_a_version_being_read_shares_with_an_older_one_survives_that(
+    broadcast: Broadcast, tmp_path: Path
+) -> None:
+    broadcast.held.update({(1, 1), (2, 1)})
+    first = await broadcast.publish(1, **LARGE, same=("a", "b"))
+    read = await broadcast.publish(2, **LARGE, same=("a", "b"))
+    for version in (3, 4, 5):  # nothing of them is the same
+        await broadcast.publish(version, **LARGE)
+    broadcast.held.discard((1, 1))
+    await broadcast.publish(6, **LARGE)
+    await check_that_it_can_be_fetched(broadcast, tmp_path / "node", read)
+    with pytest.raises(PayloadGoneError):
+        await parts_of(broadcast, first)
+
+
+async def test_a_step_that_is_handled_again_late_takes_nothing_from_newer_versions(
+    broadcast: Broadcast, tmp_path: Path
+) -> None:
+    broadcast.held.add((1, 1))
+    for version in (1, 2, 3):
+        await broadcast.publish(version, seed=version, **LARGE)
+    newest = await broadcast.publish(4, seed=1, **LARGE)  # what changed is as it was
+    broadcast.held.clear()
+    other = Shelf(broadcast.payloads, broadcast.published, keep_versions=2)
+    await other.retire(3, 1)
+    await check_that_it_can_be_fetched(broadcast, tmp_path / "node", newest)
+
+
+async def test_a_version_that_was_not_published_as_yet_is_looked_for_again(
+    broadcast: Broadcast, tmp_path: Path
+) -> None:
+    broadcast.held.add((2, 1))
+    worker = Shelf(broadcast.payloads, broadcast.published, keep_versions=3)
+    await broadcast.publish(1, seed=1, **LARGE)
+    await worker.retire(3, 1)  # another worker is still at version 2
+    second = await broadcast.publish(2, seed=1, **LARGE)
+    for version in (3, 4):
+        await broadcast.publish(version, **LARGE)
+    await worker.retire(4, 1)
+    await check_that_it_can_be_fetched(broadcast, tmp_path / "node", second)
 
 
 async def test_a_piece_that_lies_about_its_content_is_not_copied_from_another_version(
