@@ -93,13 +93,19 @@ def _one_of(error: Exception | None) -> Exception | None:
     if not isinstance(error, ExceptionGroup):
         return error
     found = [one for one in map(_one_of, error.exceptions) if one is not None]
-    ranks = (ContractError, (RefusedError, SchemaError), Exception)
-    patient = (RetryableError, RetryableBrokerError, StoreFullError)
-    for kinds in ranks:
-        for one in found:
-            if isinstance(one, kinds) and not isinstance(one, patient):
-                return one
-    return found[0]
+    return max(found, key=_badness)
+
+
+def _badness(error: Exception) -> int:
+    match error:
+        case ContractError():
+            return 3
+        case RefusedError() | SchemaError():
+            return 2
+        case RetryableError() | RetryableBrokerError() | StoreFullError():
+            return 0
+        case _:
+            return 1
 
 
 def decide_before(attempt: int, policy: RetryPolicy) -> GiveUp | None:

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from nats.aio.client import Client
+from nats.aio.client import Client, Srv
 from nats.aio.subscription import Subscription
 
 from broker.errors import BrokerError
@@ -28,6 +28,7 @@ _NEEDED: Final = (
     "_process_op_err",
     "_process_pong",
     "_attempt_reconnect",
+    "_connect_to_server",
     "_send_subscribe",
     "_send_unsubscribe",
 )
@@ -62,6 +63,19 @@ class WireClient(Client):
         self._handlers: dict[int, Handler] = {}
         self._failing: set[asyncio.Task[None]] = set()
         self._transport = WireTransport(self._deliver)
+        self._is_over = False
+
+    async def close(self) -> None:
+        """Close for good. nats-py's own cancels a reconnecting task once, which a connection that fails at that moment swallows: it
+        would go on trying for ever, and hold up the end of the event loop.
+        """
+        self._is_over = True
+        await super().close()
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        if self._is_over:
+            raise asyncio.CancelledError
+        await super()._connect_to_server(s)
 
     async def subscribe_direct(self, subject: str, handler: Handler, *, queue: str = "") -> Subscription:
         """Give the bytes of every message on `subject` to `handler`, also after reconnects."""

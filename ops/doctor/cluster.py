@@ -22,6 +22,7 @@ from ops.doctor.cluster_checks import (
     check_counts,
     check_gpus,
     check_replicas,
+    check_shared_keys,
     check_store,
     fixed_ports,
     twice_taken,
@@ -49,6 +50,8 @@ async def look_at_cluster(cluster: Cluster, environ: Mapping[str, str]) -> tuple
     findings += check_store(cluster)
     findings += check_gpus(cluster)
     findings += await anyio.to_thread.run_sync(check_checkpoints, cluster, here)
+    if cluster.secrets_file.is_file() or any(not node.control for node in here):
+        findings.append(check_shared_keys(_file("secrets", cluster.secrets_file)))
     findings += check_credentials(list(_credentials(cluster, here, environ)))
     findings += check_certificates(
         [await anyio.to_thread.run_sync(probe_certificate, cluster, node) for node in here if node.broker]
@@ -122,10 +125,7 @@ def _ports(cluster: Cluster, node: NodeSection) -> list[Finding]:
 
 
 def _credentials(cluster: Cluster, here: list[NodeSection], environ: Mapping[str, str]) -> Iterator[CredentialFacts]:
-    """The keys that all share, and what each node of this machine logs in with; never a value."""
-    secrets = cluster.secrets_file
-    if secrets.is_file() or any(not node.control for node in here):
-        yield _file("secrets", secrets)
+    """What each node of this machine logs in with; never a value."""
     for node in here:
         broker = node_config(cluster, node).broker
         for name in ("password_file", "token_file", "creds_file", "nkey_seed_file", "tls_key_file"):

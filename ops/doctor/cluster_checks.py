@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from ops.doctor.checks import Finding, error, note, ok, warning
+from ops.doctor.checks import Finding, check_credentials, error, note, ok, warning
+from ops.doctor.facts import CredentialFacts
 from ops.nodes.file import Cluster, NodeSection, rank_group
 from ops.topology import limits_of
 from schemas.config import EngineKind
@@ -193,6 +194,14 @@ def check_checkpoints(cluster: Cluster, here: Sequence[NodeSection]) -> list[Fin
         f"{folder}; that all {len(groups[0].members)} nodes of the trainer see the same one is checked when they meet"
     )
     return [note("checkpoints", found)]
+
+
+def check_shared_keys(keys: CredentialFacts) -> Finding:
+    """The file that every node has a copy of; the control node makes it where it is missing there."""
+    if not keys.present:
+        fix = f"headrace deploy keys {keys.place}, once; then copy the file to every node (chmod 600)"
+        return error("credential secrets", f"{keys.place}: not there, or empty", fix)
+    return check_credentials([keys])[0]
 
 
 def check_certificates(certificates: Sequence[CertificateFacts]) -> list[Finding]:

@@ -5,6 +5,7 @@ docs/broker.md.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 
 import anyio
@@ -225,6 +226,15 @@ async def test_pitfall_9_reconnecting_never_gives_up(own_server, run):
         assert "Connect call failed" in state.last_error
         await own_server.start()
         assert (await broker.publish(f"hr.{run}.a.b.1", b"x")).created
+
+
+async def test_pitfall_9_reconnecting_ends_with_its_client_even_if_it_misses_its_cancellation(own_server, run):
+    async with connect(own_server.url, run, own_server.connect_settings(), create=True) as broker:
+        assert isinstance(broker, JetStreamBroker)
+        client = broker._link.client
+        await own_server.kill()
+    with pytest.raises(asyncio.CancelledError), anyio.fail_after(5):
+        await client._select_next_server()  # where it goes on after a cancellation that a failing connection swallowed
 
 
 async def test_pitfall_9_an_error_in_a_callback_is_seen_and_ends_nothing(opened):

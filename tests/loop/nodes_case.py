@@ -63,6 +63,14 @@ class Nodes:
         """As a machine that loses its power: the supervisor is gone, and its processes with it."""
         os.kill(self.processes[node].pid, signal.SIGKILL)
 
+    async def until_dead(self, node: str) -> None:
+        """Kill a node and return when none of its processes is left: whoever connects now finds no server that is just dying."""
+        children = psutil.Process(self.processes[node].pid).children(recursive=True)
+        self.kill(node)
+        await self.processes[node].wait()
+        while any(_lives(child) for child in children):
+            await anyio.sleep(0.02)
+
     def workers(self, node: str, words: str) -> list[psutil.Process]:
         """A node's processes with these words in their command line."""
         found: list[psutil.Process] = []
@@ -128,3 +136,10 @@ class Nodes:
         for process in self.processes.values():
             if process.returncode is None:
                 process.kill()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -178,7 +178,7 @@ async def test_a_run_outlives_one_of_three_nodes_with_nats_servers(nodes) -> Non
         await run.up("rollout-2")
         await run.until_ready("head", "rollout-1", "rollout-2")
         await run.until_step(3)
-        os.kill(run.processes["rollout-1"].pid, signal.SIGKILL)  # and its server dies with it
+        await run.until_dead("rollout-1")  # and its server with it
         await run.until_step(6)
         await run.up("rollout-1")
         await run.until_ready("rollout-1")

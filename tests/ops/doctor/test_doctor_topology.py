@@ -146,6 +146,7 @@ async def test_keys_of_nodes_must_be_there_and_private(topology, tmp_path) -> No
     (tmp_path / "secrets.json").unlink()
     look = await found(path)
     assert look["credential secrets"].level is Level.ERROR
+    assert look["credential secrets"].fix.startswith(f"headrace deploy keys {tmp_path}/secrets.json, once")
     users = NODES.replace("launchers = 1", 'launchers = 1\nbroker_user = "rollout"')
     elsewhere = ("broker.url=nats://127.0.0.1:1", f"broker.password_file={tmp_path}/passwords/operator")
     look = await found(topology(users.replace("broker = true", ""), settings=elsewhere))
