@@ -41,8 +41,8 @@ from stages.ports import Payloads
 from stages.training.loop import row_arrays
 
 RUN: Final = "bench"
-ROUNDS: Final = 5
-SIZES: Final = {512: 3000, 8192: 800, 65536: 400}
+ROUNDS: Final = 9
+SIZES: Final = {512: 3000, 8192: 800, 65536: 100}
 """Tokens of a trajectory → how many are sent a round."""
 _AT_ONCE: Final = 256
 _BYTES_AT_ONCE: Final = 32 * 2**20
