@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
 import hypothesis
+import psutil
 import pytest
 import structlog
 
@@ -68,3 +70,17 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def commands() -> Callable[[Iterable[psutil.Process]], list[tuple[psutil.Process, str]]]:
+    """Processes with their command lines; those that have ended, reaped or not, are left out."""
+
+    def found(processes: Iterable[psutil.Process]) -> list[tuple[psutil.Process, str]]:
+        lines: list[tuple[psutil.Process, str]] = []
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):  # psutil's ZombieProcess is one
+                lines.append((process, " ".join(process.cmdline())))
+        return lines
+
+    return found

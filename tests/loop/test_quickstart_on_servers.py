@@ -47,7 +47,9 @@ async def test_the_first_run_learns_on_a_server(headrace, kind: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_a_real_server_is_killed_while_a_policy_is_trained_on_two(headrace, wait_until, kind: str) -> None:
+async def test_a_real_server_is_killed_while_a_policy_is_trained_on_two(
+    headrace, wait_until, commands, kind: str
+) -> None:
     more = ("--set", f"engine.kind={kind}", "--set", "engine.count=2", "--steps", "100000")
     async with headrace(*more, config=QUICKSTART) as run:
         await run.wait_for_step(2, deadline_s=900.0)
@@ -63,7 +65,7 @@ async def test_a_real_server_is_killed_while_a_policy_is_trained_on_two(headrace
             await wait_until(both_serve, deadline_s=600.0)
             before = await serving()
             worker = run.children()["engine-0"]
-            servers = [one for one in worker.children(recursive=True) if "leash.py" not in " ".join(one.cmdline())]
+            servers = [one for one, line in commands(worker.children(recursive=True)) if "leash.py" not in line]
             servers[0].send_signal(signal.SIGKILL)
 
             async def replaced() -> bool:

@@ -1,7 +1,6 @@
 """Processes of the local Arena: harness commands, time limits, and that nothing survives."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -33,15 +32,6 @@ def _command(script: str, timeout: float = 20, rest: str = "") -> str:
 
 def _descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
-
-
-def _running(processes: list[psutil.Process], word: str) -> list[psutil.Process]:
-    """Those with the word in their command line; an ended child that another test's parent has yet to reap has none."""
-    found: list[psutil.Process] = []
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # psutil's ZombieProcess is one
-            found += [process] if word in " ".join(process.cmdline()) else []
-    return found
 
 
 async def _all_gone(processes: list[psutil.Process]) -> None:
@@ -167,12 +157,14 @@ async def test_two_arenas_on_one_machine_never_collide(start_arena) -> None:
     assert (await first.played())["score"] == (await second.played())["score"] == 1.0
 
 
-async def test_a_harness_process_that_dies_fails_its_episodes_and_is_started_again(start_arena, tmp_path) -> None:
+async def test_a_harness_process_that_dies_fails_its_episodes_and_is_started_again(
+    start_arena, commands, tmp_path
+) -> None:
     marker = tmp_path / "started"
     arena = await start_arena(_command(f"touch {marker}; sleep 300"))
     task_id = await arena.launch()
     await _started(marker)
-    (worker,) = _running(arena.process.children(), "harness_process")
+    (worker,) = [one for one, line in commands(arena.process.children()) if "harness_process" in line]
     worker.kill()
     result = await arena.finished(task_id)
     assert (result["status"], result["raw"]["error"]["message"]) == ("HARNESS_FAILED", "the harness process died")

@@ -56,19 +56,20 @@ def two_servers(stack: ExitStack, kind: EngineKind, versions: list[str], folder:
     return [one.result() for one in started]
 
 
-def kill_server(url: str) -> None:
+def kill_server(url: str, commands) -> None:
     """SIGKILL to the process that was started with this port, as the kernel's memory killer would."""
     port = url.rsplit(":", 1)[1]
-    for process in psutil.Process().children(recursive=True):
-        line = process.cmdline()
-        if "leash.py" not in " ".join(line) and "--port" in line and line[line.index("--port") + 1] == port:
+    for process, line in commands(psutil.Process().children(recursive=True)):
+        if "leash.py" not in line and f" --port {port} " in f"{line} ":
             process.send_signal(signal.SIGKILL)
             return
     raise AssertionError(f"no server at {url}")
 
 
 @pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
-async def test_a_real_server_is_killed_with_32_requests_in_flight(kind: EngineKind, tmp_path: Path, wait_until) -> None:
+async def test_a_real_server_is_killed_with_32_requests_in_flight(
+    kind: EngineKind, tmp_path: Path, wait_until, commands
+) -> None:
     from real_servers import make_versions  # noqa: PLC0415 - torch, only here
 
     versions = make_versions(tmp_path / "versions")
@@ -104,7 +105,7 @@ async def test_a_real_server_is_killed_with_32_requests_in_flight(kind: EngineKi
                 await wait_until(lambda: len(begun) >= 4, deadline_s=600.0)
                 assert router.members[0].in_flight == NUM_REQUESTS
                 router.join(b, EngineAnnouncement(name="b", version=1, **told))
-                kill_server(dying)
+                kill_server(dying, commands)
             tasks.cancel_scope.cancel()
     assert len(answers) == NUM_REQUESTS
     resumed = 0
