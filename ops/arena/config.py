@@ -187,7 +187,7 @@ class ArenaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Harness processes, each running many episodes at once."""
     max_running_episodes: PositiveInt = 1024
     """Further tasks stay PENDING."""
-    max_kept_tasks: PositiveInt = 100_000
+    max_kept_tasks: PositiveInt = 10_000
     """Ended tasks beyond this number are forgotten, the oldest first."""
     model_timeout_s: PositiveFloat = 600.0
     """Deadline of one call to a registered endpoint."""
