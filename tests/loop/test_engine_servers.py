@@ -23,10 +23,10 @@ from schemas.topics import STEP_TRAINED, WEIGHTS_LOADED
 FAKE = Path(__file__).parents[1] / "ops" / "engines" / "fake_server_process.py"
 
 
-def servers(run) -> list[psutil.Process]:
+def servers(run, commands) -> list[psutil.Process]:
     """The fake servers below a run, without their leashes."""
-    family = psutil.Process(run.process.pid).children(recursive=True)
-    return [one for one in family if len(one.cmdline()) > 1 and one.cmdline()[1] == str(FAKE)]
+    family = commands(psutil.Process(run.process.pid).children(recursive=True))
+    return [one for one, line in family if line.split()[1:2] == [str(FAKE)]]
 
 
 async def engines(run) -> dict[str, EngineAnnouncement]:
@@ -45,13 +45,15 @@ async def loaded(run) -> list[WeightsLoaded]:
 
 
 async def test_a_run_starts_its_servers_survives_the_death_of_one_and_leaves_nothing_behind(
-    headrace, with_servers, wait_until
+    headrace, with_servers, wait_until, commands
 ) -> None:
     async with headrace("--steps", "4000", *with_servers) as run:
         await run.wait_for_step(2, deadline_s=150.0)
-        victim = servers(run)[0]
+        victim = servers(run, commands)[0]
         victim.send_signal(signal.SIGKILL)
-        await wait_until(lambda: victim.pid not in (pids := [one.pid for one in servers(run)]) and len(pids) == 2)
+        await wait_until(
+            lambda: victim.pid not in (pids := [one.pid for one in servers(run, commands)]) and len(pids) == 2
+        )
         worker = run.children()["engine-1"]
         worker.kill()  # its server dies with it; both are started again
 

@@ -83,15 +83,13 @@ async def test_nats_py_373_a_run_that_waits_for_prompts_ends_at_the_first_signal
 # PrimeIntellect-ai/prime-rl#2158: launcher -> engine worker -> server -> two children that ignore SIGTERM
 
 
-def labelled(label: Path) -> list[psutil.Process]:
-    """Every living process with the label in its command line, whoever its parent is."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if str(label) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
+@pytest.fixture
+def labelled(commands):
+    """Every living process with a label in its command line, whoever its parent is."""
+
+    def found(label: Path, words: str = "") -> list[psutil.Process]:
+        return [one for one, line in commands(psutil.process_iter()) if str(label) in line and words in line]
+
     return found
 
 
@@ -118,7 +116,7 @@ def is_free(port: int) -> bool:
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 async def test_prime_rl_2158_whoever_is_ended_how_ever_takes_its_whole_tree_along(
-    headrace, with_servers, tmp_path, wait_until
+    headrace, with_servers, tmp_path, wait_until, labelled
 ) -> None:
     stubborn = ("--set", f"engine.command={json.dumps([sys.executable, str(FAMILY), str(tmp_path)])}")
     arguments = (*with_servers, "--set", "engine.count=1", *stubborn, "--set", "training.standin_step_s=0.3")
@@ -126,7 +124,7 @@ async def test_prime_rl_2158_whoever_is_ended_how_ever_takes_its_whole_tree_alon
     for ended, code in ((signal.SIGTERM, 130), (signal.SIGKILL, -9)):
         async with headrace("--steps", "1000", *arguments) as run:  # the second start works at once
             await run.wait_for_step(steps + 2, deadline_s=120.0)
-            children = [one for one in labelled(tmp_path) if "signal.SIG_IGN" in " ".join(one.cmdline())]
+            children = labelled(tmp_path, "signal.SIG_IGN")
             assert len(children) == 2
             run.children()["engine-0"].kill()
             await wait_until(lambda two=children: not any(one in labelled(tmp_path) for one in two), deadline_s=15)
@@ -147,7 +145,7 @@ async def test_prime_rl_2158_whoever_is_ended_how_ever_takes_its_whole_tree_alon
 
 @pytest.mark.nightly
 async def test_prime_rl_2158_a_stage_that_does_not_close_keeps_no_other_from_closing(
-    headrace, tmp_path, wait_until
+    headrace, tmp_path, wait_until, labelled
 ) -> None:
     async with headrace("--steps", "1000", "--set", "training.standin_step_s=0.3") as run:
         await run.wait_for_step(1)
