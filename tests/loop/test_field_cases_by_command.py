@@ -188,7 +188,7 @@ async def test_prime_rl_3015_an_arena_without_sandboxes_from_step_3_on_ends_the_
     done = await anyio.run_process(command, cwd=ROOT)
     account = json.loads(done.stdout)["account"]
     assert 1 <= account["steps"] <= 3
-    assert 10 <= account["groups"]["dropped"] < 30
+    assert 10 <= account["groups"]["dropped"] < 200  # as many as the 0.5 s let through
     assert account["unexplained"] == 0
 
 
