@@ -30,7 +30,7 @@ from ops.chaos.watching import Progress
 from ops.chaos.witness import Witness, open_witness
 from ops.chaos.world import RunUnderChaos
 from ops.config import RunConfig, load_config
-from ops.control import ask
+from ops.control import ask, standing
 from pipeline.wall_clock import OFFSET_FILE_ENV
 from schemas.messages.sampling import ControlAction
 
@@ -209,10 +209,14 @@ class _Course:
         """Let the run go empty: nothing new is issued, what is under way ends and is trained."""
         await self._world.mend()
         with anyio.move_on_after(_DRAIN_S):
-            await ask(broker, ControlAction.DRAIN, "the faults are over")
-            while not await _is_empty(broker):
+            while True:
+                if not (
+                    await standing(broker)
+                ).draining:  # a start that was still under way undoes it: a new start goes on
+                    await ask(broker, ControlAction.DRAIN, "the faults are over")
+                elif await _is_empty(broker):
+                    return
                 await anyio.sleep(0.3)
-            return
         self._stuck.append(f"the run did not go empty within {_DRAIN_S:g} s after the last fault")
 
     def result(self, audited: Audited, config: RunConfig, *, total_seconds: float) -> ChaosResult:

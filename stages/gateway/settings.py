@@ -91,7 +91,7 @@ class GatewayLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Silence in a stream after which a ping is sent."""
     idle_expiry_s: float = 7200.0
     """A session without a call for this long is closed."""
-    max_ended_sessions: int = 100_000
+    max_ended_sessions: int = 10_000
     """How many ended sessions are remembered in order to refuse late calls by name."""
     fast_backlog: int = 256
     """`fast`: interactions that may wait to be stored; above it answers wait."""
