@@ -325,7 +325,7 @@ class RetentionSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     purge_above: float = 0.5
     """Share of a store from which messages that nobody needs any more are purged, and their payloads collected; below, all is
-    kept. 1 = never.
+    kept. 1 = never, however full it is.
     """
     sampling_stops_at: float = 0.8
     """Share from which no new step is begun; the one under way is completed."""

@@ -127,7 +127,7 @@ class RetentionOwner:
         most = max(shares)
         mark = await self._mark(follower)
         lacks_room = self._room is not None and self._room.groups < 2 * self._readers.groups_per_step
-        purges_now = most >= settings.purge_above or (lacks_room and settings.purge_above < 1)
+        purges_now = settings.purge_above < 1 and (most >= settings.purge_above or lacks_room)
         if purges_now and mark.sequence > self._retain.sequence:
             await self._purge(follower, mark)
         full = most >= (settings.sampling_resumes_at if self._told_full else settings.sampling_stops_at)
