@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import anyio
 import msgspec
 import pytest
@@ -143,6 +145,32 @@ async def test_a_log_that_takes_no_word_more_is_told_all_the_same(opened):
         await owner.look(follower)
         assert STORE_LABEL not in metrics.labels
         assert metrics.gauges["blocked"] == 0
+
+
+@pytest.mark.parametrize(("purge_above", "purges"), [(0.5, True), (1.0, False)])
+async def test_what_is_never_to_be_purged_stays_also_in_a_log_that_is_full_to_the_last_byte(
+    opened, purge_above, purges
+):
+    limits = RunLimits(log_max_bytes=60_000, payload_max_bytes=480_000, state_max_bytes=4 * 2**20)
+    async with opened(limits) as broker, anyio.create_task_group() as tasks:
+        number, size = 0, 8_000
+        while size:
+            try:
+                await broker.publish(f"hr.r.noise.{number}", bytes(size))
+                number += 1
+            except StoreFullError:
+                size //= 2
+        settings = RetentionSection(purge_above=purge_above, sampling_stops_at=0.95)
+        owner = RetentionOwner(
+            broker, broker.payloads, Metrics("r", "retention"), Readers(folds=(), durables=(), trains=False), settings
+        )
+        follower = LogFollower(broker, await Ledger.restore(broker), trains=False)
+        tasks.start_soon(follower.run)
+        await follower.caught_up.wait()
+        with suppress(StoreFullError):
+            await owner.look(follower)
+        assert (await read_mark(broker) is not None) is purges
+        tasks.cancel_scope.cancel()
 
 
 async def test_a_run_goes_on_after_a_purge_where_all_its_processes_died(opened, tmp_path):
