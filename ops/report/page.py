@@ -156,7 +156,10 @@ def _speed(figures: ReportFigures) -> Iterable[str]:
     unit, scale = ("s", 1.0) if length_s < 300 else ("min", 60.0) if length_s < 7200 else ("h", 3600.0)
     lines = [
         Series(name="sampled", points=[(rate.since_start_s / scale, rate.sampled_per_s) for rate in rates]),
-        Series(name="trained, prompts included", points=[(rate.since_start_s / scale, rate.trained_per_s) for rate in rates]),
+        Series(
+            name="trained, prompts included",
+            points=[(rate.since_start_s / scale, rate.trained_per_s) for rate in rates],
+        ),
     ]
     yield _card("Tokens per second", line_chart(lines, x_name=f"{unit} since the start", y_floor=0.0))
     steps = [step for step in figures.steps if step.is_trained]
