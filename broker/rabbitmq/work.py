@@ -153,9 +153,7 @@ class Share:
         if delivery.is_parked:
             await self._parked.remove(self._durable, delivery.sequence)
             return
-        with suppress(
-            *LOST,
-        ):  # a lost channel gives it to somebody else: effects are idempotent
+        with suppress(*LOST):  # a lost channel gives it to somebody else: effects are idempotent
             await delivery.channel.ack(delivery.message, wait=False)
 
     async def again(self, delivery: RabbitDelivery, delay_s: float) -> None:
@@ -185,9 +183,7 @@ class Share:
         )
         if not delivery.is_parked:
             delivery.is_parked = True
-            with suppress(
-                *LOST,
-            ):  # not acknowledged, it is handed out twice: effects are idempotent
+            with suppress(*LOST):  # not acknowledged, it is handed out twice: effects are idempotent
                 await delivery.channel.ack(delivery.message)
         if not keep:
             self._held.pop(id(delivery), None)
@@ -199,9 +195,7 @@ class Share:
         if back is None:
             return  # its channel is gone: it comes back by itself
         task = delivery.task
-        with suppress(
-            *LOST,
-        ):  # the lost channel gives it back
+        with suppress(*LOST):  # the lost channel gives it back
             await publish_task(
                 back,
                 self._run,
