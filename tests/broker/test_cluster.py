@@ -71,7 +71,9 @@ async def cluster(tmp_path):
     cluster.stop()
 
 
-async def test_one_of_three_nodes_dies_and_returns_10_times_and_nothing_is_lost(cluster, run):
+async def until_led(cluster: Cluster) -> None:
+    """Until the nodes have a leader that answers."""
+
     async def ready() -> bool:
         try:
             async with open_admin(cluster.url) as admin:
@@ -81,6 +83,10 @@ async def test_one_of_three_nodes_dies_and_returns_10_times_and_nothing_is_lost(
         return True
 
     await wait_until(ready, "a leader")
+
+
+async def test_one_of_three_nodes_dies_and_returns_10_times_and_nothing_is_lost(cluster, run):
+    await until_led(cluster)
     seen: set[int] = set()
     read: list[int] = []
     stop = anyio.Event()
@@ -131,16 +137,7 @@ async def test_one_of_three_nodes_dies_and_returns_10_times_and_nothing_is_lost(
 
 async def test_what_is_confirmed_is_read_at_once_from_every_node(cluster, run):
     """A majority confirms, so one replica may lag: it must not be taken for the whole store."""
-
-    async def ready() -> bool:
-        try:
-            async with open_admin(cluster.url) as admin:
-                await admin.runs()
-        except BrokerError:
-            return False
-        return True
-
-    await wait_until(ready, "a leader")
+    await until_led(cluster)
     async with AsyncExitStack() as stack:
         brokers = [
             await stack.enter_async_context(connect(url, run, create=True, limits=LIMITS))
