@@ -9,8 +9,6 @@ import msgspec
 import pytest
 from small_loop import GROUPS, QUICK, SLOTS, SmallLoop, assembly_fold
 
-from broker.connect import connect
-from broker.embedded import EmbeddedServer
 from broker.errors import StoreFullError
 from broker.topology import RunLimits
 from ops.accounts import account
@@ -30,21 +28,8 @@ LIMITS = RunLimits(log_max_bytes=150_000, payload_max_bytes=300_000, state_max_b
 STEPS = 120
 
 
-@pytest.fixture
-async def server(tmp_path):
-    server = EmbeddedServer(tmp_path / "nats")
-    await server.start()
-    yield server
-    await server.stop()
-
-
-@pytest.fixture
-def opened(server):
-    return lambda limits=LIMITS: connect(server.url, "r", server.connect_settings(), create=True, limits=limits)
-
-
 async def test_a_run_that_is_many_times_larger_than_its_store_stays_within_it_and_is_accounted_for(opened, tmp_path):
-    async with opened() as broker:
+    async with opened(LIMITS) as broker:
         loop = SmallLoop(broker, tmp_path)
         await loop.run(STEPS)
         found = await account(broker, staleness_bound=1)
@@ -176,9 +161,9 @@ async def test_what_is_never_to_be_purged_stays_also_in_a_log_that_is_full_to_th
 
 async def test_a_run_goes_on_after_a_purge_where_all_its_processes_died(opened, tmp_path):
     for steps in (20, 40):
-        async with opened() as broker:
+        async with opened(LIMITS) as broker:
             await SmallLoop(broker, tmp_path).run(steps)
-    async with opened() as broker:
+    async with opened(LIMITS) as broker:
         found = await account(broker, staleness_bound=1)
         assert await read_mark(broker) is not None
         assert (found.steps, found.unexplained, found.doubled) == (40, 0, 0)

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 from small_loop import GROUPS, SmallLoop
 
-from broker.connect import connect, open_admin
-from broker.embedded import EmbeddedServer
+from broker.connect import open_admin
 from broker.topology import RunLimits, run_topology
 from ops.accounts import account
 from pipeline.headroom import BULK_STOP_AT
@@ -16,19 +15,6 @@ from pipeline.headroom import BULK_STOP_AT
 LIMITS = RunLimits(log_max_bytes=2**22, payload_max_bytes=500_000, state_max_bytes=4 * 2**20)
 TOKENS, STALENESS, STEPS = 2000, 20, 40
 """A group takes some 40 kB, and there is credit for 42 of them: 1.7 MB."""
-
-
-@pytest.fixture
-async def server(tmp_path):
-    server = EmbeddedServer(tmp_path / "nats")
-    await server.start()
-    yield server
-    await server.stop()
-
-
-@pytest.fixture
-def opened(server):
-    return lambda limits=LIMITS: connect(server.url, "r", server.connect_settings(), create=True, limits=limits)
 
 
 @pytest.fixture
@@ -48,7 +34,7 @@ async def check_that_nothing_is_lost(broker, steps: int) -> None:
 
 
 async def test_groups_that_would_not_all_find_room_are_held_back_and_work_that_is_begun_never_is(opened, tmp_path):
-    async with opened() as broker:
+    async with opened(LIMITS) as broker:
         loop = SmallLoop(broker, tmp_path, tokens=TOKENS, max_staleness=STALENESS, bounded=True)
         await loop.run(STEPS)
         await check_that_nothing_is_lost(broker, STEPS)
@@ -59,7 +45,7 @@ async def test_groups_that_would_not_all_find_room_are_held_back_and_work_that_i
 async def test_without_that_bound_they_fill_the_store_and_a_higher_limit_lets_them_go_on_without_loss(
     opened, tmp_path, wait_until, raise_limit
 ):
-    async with opened() as broker, anyio.create_task_group() as tasks:
+    async with opened(LIMITS) as broker, anyio.create_task_group() as tasks:
         loop = SmallLoop(broker, tmp_path, tokens=TOKENS, max_staleness=STALENESS)
         tasks.start_soon(loop.run, STEPS)
         await wait_until(lambda: "blocked: store full" in loop.broker.patience.blocked)

@@ -11,8 +11,12 @@ from schemas.messages.rollout import EpisodeClass, Row, Trajectory
 from schemas.messages.sampling import GroupClosed, GroupIssued, RunStarted, Tick
 from schemas.messages.training import Manifest, StepAssembled, StepTrained
 from schemas.payload import PayloadRef
+from stages.assembly.advantages import Estimator, EstimatorSettings
+from stages.assembly.fold import AssemblyFold
 from stages.assembly.settings import AssemblySettings
 from stages.assembly.state import AssemblyState
+
+REINFORCE = EstimatorSettings(name=Estimator.REINFORCE)
 
 
 def settings(**changes) -> AssemblySettings:
@@ -108,6 +112,12 @@ def fold_all(fold, messages: Iterable[msgspec.Struct]) -> tuple[AssemblyState, l
     for message in messages:
         outputs += fold.step(state, message)
     return state, outputs
+
+
+def outputs_of(messages, user_filters=(), user_filters_named=(), **changes) -> list[Output]:
+    """What a fold with these settings says to the messages."""
+    fold = AssemblyFold(settings(user_filters=tuple(user_filters_named), **changes), user_filters)
+    return fold_all(fold, messages)[1]
 
 
 def closed(outputs: Iterable[Output]) -> list[GroupClosed]:

@@ -10,6 +10,7 @@ from assembly_log import (
     issued,
     loss_weights,
     manifests,
+    outputs_of,
     row,
     settings,
     steps,
@@ -27,13 +28,6 @@ from stages.assembly.filters import GroupView
 from stages.assembly.fold import AssemblyFold
 from stages.assembly.settings import AssemblySettings, RowsPerSlot, StaleRule
 from stages.assembly.state import AssemblyState
-
-REINFORCE = EstimatorSettings(name=Estimator.REINFORCE)
-
-
-def outputs_of(messages, user_filters=(), user_filters_named=(), **changes):
-    fold = AssemblyFold(settings(user_filters=tuple(user_filters_named), **changes), user_filters)
-    return fold_all(fold, messages)[1]
 
 
 def test_it_is_a_fold():

@@ -1,17 +1,15 @@
 """Settings that can't work are refused before anything starts, with their keys and what they hold."""
 
 import pytest
-from assembly_log import settings
+from assembly_log import REINFORCE, settings
 
 from schemas.errors import ConfigError
-from stages.assembly.advantages import Estimator, EstimatorSettings
+from stages.assembly.advantages import EstimatorSettings
 from stages.assembly.fold import AssemblyFold
 from stages.assembly.normalization import Level, Normalization
 from stages.assembly.rewards import Overlong
 from stages.assembly.settings import check_settings, least_groups, usable_minimum
 from stages.assembly.weights import Aggregation
-
-REINFORCE = EstimatorSettings(name=Estimator.REINFORCE)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import pytest
 from assembly_log import (
+    REINFORCE,
     advantages,
     fold_all,
     issued,
     manifests,
+    outputs_of,
     row,
     settings,
     trajectory,
@@ -15,13 +17,6 @@ from assembly_log import (
 from stages.assembly.advantages import Estimator, EstimatorSettings
 from stages.assembly.fold import AssemblyFold
 from stages.assembly.rewards import LengthPenalty, Overlong
-
-REINFORCE = EstimatorSettings(name=Estimator.REINFORCE)
-
-
-def outputs_of(messages, user_filters=(), user_filters_named=(), **changes):
-    fold = AssemblyFold(settings(user_filters=tuple(user_filters_named), **changes), user_filters)
-    return fold_all(fold, messages)[1]
 
 
 def test_turn_rewards_give_each_turn_its_own_advantage():
