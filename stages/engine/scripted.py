@@ -39,7 +39,20 @@ class ScriptedEngine:
         logprob: float = -0.5,
         delay_s: float = 0.0,
         load_s: float = 0.0,
+        keep_calls: bool = False,
     ) -> None:
+        """Args:
+        script: what it answers.
+        name: who answers.
+        vocab_size: larger ids are refused.
+        max_context: most tokens of prompt and completion.
+        version: weights in the beginning.
+        chunk_tokens: tokens a chunk.
+        logprob: of each token.
+        delay_s: before each chunk.
+        load_s: what loading weights takes.
+        keep_calls: keep all in `requests` and `loads`, for tests; a run of days must not.
+        """
         self._script = script
         self._name = name
         self._vocab_size = vocab_size
@@ -55,6 +68,8 @@ class ScriptedEngine:
         self.version = version
         self.failing = ""
         """Set it to make the engine unavailable, for the reason given."""
+        self.num_requests = 0
+        self._keep_calls = keep_calls
         self.requests: list[GenerateRequest] = []
         self.loads: list[tuple[str, int, SwapMode]] = []
 
@@ -68,8 +83,10 @@ class ScriptedEngine:
         if self.failing:
             raise EngineUnavailableError(self.failing)
         check_request(request, vocab_size=self._vocab_size, max_context=self._max_context, version=self.version)
-        number = len(self.requests)
-        self.requests.append(request)
+        number = self.num_requests
+        self.num_requests += 1
+        if self._keep_calls:
+            self.requests.append(request)
         full = list(self._script(request.prompt_ids, number))
         ids = full[: request.settings.max_new_tokens]
         stops = request.settings.stop_token_ids
@@ -128,7 +145,8 @@ class ScriptedEngine:
         await anyio.sleep(self._load_s)
         if mode is SwapMode.ABORT:
             self._running = dict.fromkeys(self._running, True)
-        self.loads.append((directory, version, mode))
+        if self._keep_calls:
+            self.loads.append((directory, version, mode))
         self.version = version
 
     async def health(self) -> EngineHealth:

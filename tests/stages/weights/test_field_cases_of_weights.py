@@ -122,7 +122,7 @@ async def test_vllm_57854_a_server_that_fails_half_way_is_out_until_the_next_ver
 async def test_miles_1724_a_replacement_answers_nothing_that_asks_for_the_current_version_before_it_has_it(
     broadcast: Broadcast,
 ) -> None:
-    replacement = ScriptedEngine(lambda _prompt, _number: [258])
+    replacement = ScriptedEngine(lambda _prompt, _number: [258], keep_calls=True)
     newest = await broadcast.publish(12)
     assert (await replacement.health()).version == 0
     with pytest.raises(EngineUnavailableError, match="expected weights of version 12 or newer, serving 0"):

@@ -31,7 +31,7 @@ class FaultyEngine(ScriptedEngine):
     """Fails while it loads, or answers with something else than it should."""
 
     def __init__(self) -> None:
-        super().__init__(lambda _prompt, _number: [258])
+        super().__init__(lambda _prompt, _number: [258], keep_calls=True)
         self.load_fails = False
         self.answers: list[TokenChunk] | None = None
         self.hangs = False

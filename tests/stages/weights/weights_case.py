@@ -68,7 +68,7 @@ class Broadcast:
         self.said: list[WeightsLoaded] = []
         self.states: list[tuple[str, str]] = []
         self.metrics = Metrics("demo", "gateway")
-        self.engine = ScriptedEngine(lambda _prompt, _number: [258])
+        self.engine = ScriptedEngine(lambda _prompt, _number: [258], keep_calls=True)
         self.now_s = 1000.0
         self.receiver = self.new_receiver()
 
