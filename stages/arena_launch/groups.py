@@ -7,7 +7,7 @@ from typing import Final
 
 import anyio
 
-_REMEMBERED: Final = 100_000
+_REMEMBERED: Final = 10_000
 """Closed groups kept in mind; an episode of an older one was delivered long before."""
 
 
