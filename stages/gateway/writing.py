@@ -4,18 +4,19 @@ Ordinals have no gaps: one call of a session at a time gets its number. Storing 
 
 ```
 strict:  answer ─▶ [session lock: number ─▶ store ─▶ forest] ─▶ answer ends
-fast:    answer ─▶ [session lock: number ─▶ forest ─▶ backlog] ─▶ answer ends      backlog ─▶ store (its session's lane, in order)
+fast:    answer ─▶ [session lock: a place ─▶ number, forest, backlog] ─▶ answer ends      backlog ─▶ store (its session's lane, in order)
 ```
+
+`fast` waits only for a place in the backlog, before anything is begun: a call that is given up there leaves no trace.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final, NoReturn
 
 import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from schemas.messages.rollout import InteractionRecorded
 from schemas.payload import PayloadRef
@@ -36,6 +37,29 @@ AddNode = Callable[[], Node]
 _Entry = tuple[Session, bytes, Build, int]
 
 
+class _Lane:
+    """The backlog of one writer."""
+
+    def __init__(self, size: int) -> None:
+        self.places: Final = anyio.Semaphore(size, fast_acquire=True)
+        """One is held by each entry, until it is stored."""
+        self.entries: Final[deque[_Entry]] = deque()
+        self.filled = anyio.Event()
+        self.closed = False
+
+    def put(self, entry: _Entry) -> None:
+        """Add an entry whose place is held."""
+        self.entries.append(entry)
+        self.filled.set()
+
+    async def take(self) -> _Entry:
+        """The oldest entry, once there is one."""
+        while not self.entries:
+            self.filled = anyio.Event()
+            await self.filled.wait()
+        return self.entries.popleft()
+
+
 class Writer:
     """Stores interactions."""
 
@@ -44,7 +68,7 @@ class Writer:
         self._payloads = payloads
         self._recording = recording
         self._limits = limits
-        self._lanes: list[MemoryObjectSendStream[_Entry]] = []
+        self._lanes: list[_Lane] = []
         self._pending: dict[str, int] = {}
         self._stored = anyio.Event()
         self.num_recorded = 0
@@ -56,9 +80,9 @@ class Writer:
             return
         async with anyio.create_task_group() as lanes:
             for _ in range(_LANES):
-                send, receive = anyio.create_memory_object_stream[_Entry](max(1, self._limits.fast_backlog // _LANES))
-                self._lanes.append(send)
-                lanes.start_soon(self._drain_lane, receive)
+                lane = _Lane(max(1, self._limits.fast_backlog // _LANES))
+                self._lanes.append(lane)
+                lanes.start_soon(self._drain_lane, lane)
             task_status.started()
 
     async def write(self, session: Session, data: bytes, build: Build, add: AddNode) -> Node:
@@ -69,45 +93,56 @@ class Writer:
             UnavailableError: the log did not confirm in time.
         """
         async with session.recording:
-            if session.ended:
-                raise SessionEndedError(f"session {session.id} has ended: its calls are no longer recorded")
-            ordinal = len(session.forest.nodes)
+            _check_open(session)
             if self._recording is Recording.FAST and self._lanes:
-                node = add()
-                self._pending[session.id] = self._pending.get(session.id, 0) + 1
-                lane, entry = self._lanes[hash(session.id) % _LANES], (session, data, build, ordinal)
-                try:
-                    lane.send_nowait(entry)
-                except anyio.WouldBlock:
-                    await lane.send(entry)
-                return node
+                return await self._write_behind(session, data, build, add)
+            ordinal = len(session.forest.nodes)
             await self._store(session, data, build, ordinal)
             return add()
+
+    async def _write_behind(self, session: Session, data: bytes, build: Build, add: AddNode) -> Node:
+        lane = self._lanes[hash(session.id) % _LANES]
+        await lane.places.acquire()
+        try:
+            _check_open(session, lane)
+            ordinal = len(session.forest.nodes)
+            node = add()
+        except BaseException:
+            lane.places.release()
+            raise
+        self._pending[session.id] = self._pending.get(session.id, 0) + 1
+        lane.put((session, data, build, ordinal))
+        return node
 
     async def flush(self, session: Session) -> None:
         """Wait until nothing of the session is in the backlog."""
         while self._pending.get(session.id):
             await self._stored.wait()
 
-    async def _drain_lane(self, entries: MemoryObjectReceiveStream[_Entry]) -> None:
+    async def _drain_lane(self, lane: _Lane) -> None:
         try:
-            async for entry in entries:
-                await self._store_late(entry)
+            while True:
+                await self._store_late(lane, await lane.take())
         finally:
-            # A gateway that is stopped, not killed, loses nothing.
-            with anyio.move_on_after(self._limits.record_deadline_s, shield=True), suppress(anyio.WouldBlock):
-                while True:
-                    await self._store_late(entries.receive_nowait())
+            # A gateway that is stopped, not killed, loses nothing while the log answers.
+            with anyio.move_on_after(self._limits.record_deadline_s, shield=True):
+                while lane.entries:
+                    await self._store_late(lane, lane.entries.popleft())
+            lane.closed = True
+            for session, *_ in lane.entries:
+                session.fail("the gateway stopped before the log confirmed an interaction")
 
-    async def _store_late(self, entry: _Entry) -> None:
+    async def _store_late(self, lane: _Lane, entry: _Entry) -> None:
         session, data, build, ordinal = entry
         try:
-            # After a call that could not be stored, later ones of the session would leave a gap.
             if ordinal == session.num_recorded:
                 await self._store(session, data, build, ordinal)
+            else:  # an earlier one could not be stored: this one would leave a gap
+                session.fail(f"interaction {ordinal} was not stored: {session.num_recorded} of those before it stand")
         except (UnavailableError, SessionEndedError) as error:
             session.fail(str(error))
         finally:
+            lane.places.release()
             self._settle(session)
 
     def _settle(self, session: Session) -> None:
@@ -133,6 +168,13 @@ class Writer:
             _unavailable(session, f"the log refused an interaction: {error}", error)
         session.num_recorded = ordinal + 1
         self.num_recorded += 1
+
+
+def _check_open(session: Session, lane: _Lane | None = None) -> None:
+    if session.ended:
+        raise SessionEndedError(f"session {session.id} has ended: its calls are no longer recorded")
+    if lane is not None and lane.closed:
+        raise UnavailableError("the gateway is stopping")
 
 
 def _unavailable(session: Session, reason: str, error: Exception) -> NoReturn:

@@ -1,6 +1,7 @@
 """Sessions: who may do what, what an end means, what survives a dead gateway."""
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import httpx
@@ -225,6 +226,68 @@ async def test_fast_stores_its_backlog_when_the_gateway_is_stopped():
         tasks.cancel_scope.cancel()
         home.recorder.gate.set()
     assert len(home.recorder.interactions("s")) == 20
+
+
+@asynccontextmanager
+async def full_backlog():
+    """A fast gateway whose log is silent: one answer fills the backlog, another waits for a place in it."""
+    home = house(recording=Recording.FAST, limits=GatewayLimits(fast_backlog=1))
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(home.gateway.run)
+        ticket = await home.gateway.open_session("s")
+        home.recorder.gate = anyio.Event()
+        await ask(home, ticket.token)
+        answered: list[int] = []
+        waiting = anyio.CancelScope()
+
+        async def wait_for_a_place():
+            with waiting:
+                answered.append((await ask(home, ticket.token)).status_code)
+
+        tasks.start_soon(wait_for_a_place)
+        while not any(lane.places.statistics().tasks_waiting for lane in home.gateway._writer._lanes):
+            await anyio.lowlevel.checkpoint()
+        yield home, ticket, waiting, answered
+        tasks.cancel_scope.cancel()
+
+
+async def test_fast_forgets_a_call_whose_client_left_while_it_waited_for_the_backlog():
+    async with full_backlog() as (home, ticket, waiting, answered):
+        waiting.cancel()
+        home.recorder.gate.set()
+        assert (await ask(home, ticket.token)).status_code == 200
+        with anyio.fail_after(20):
+            closed = await home.gateway.close_session("s")
+        assert answered == []
+        assert (closed.num_interactions, closed.system_error) == (2, "")
+        assert [one.ordinal for one in home.recorder.interactions("s")] == [0, 1]
+
+
+async def test_fast_ends_a_session_whose_call_waits_for_the_backlog():
+    async with full_backlog() as (home, _, _, answered):
+        home.recorder.gate.set()
+        with anyio.fail_after(20):
+            closed = await home.gateway.close_session("s")
+            while not answered:
+                await anyio.lowlevel.checkpoint()
+        assert (closed.num_interactions, closed.late_drops, answered) == (1, 1, [410])
+        assert len(home.recorder.interactions("s")) == 1
+
+
+async def test_fast_marks_a_session_whose_interaction_the_log_refused():
+    home = house(recording=Recording.FAST)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(home.gateway.run)
+        ticket = await home.gateway.open_session("s")
+        home.recorder.gate, home.recorder.failing = anyio.Event(), True
+        for _ in range(2):
+            await ask(home, ticket.token)
+        home.recorder.gate.set()
+        await home.gateway._writer.flush(home.gateway.sessions.named("s"))
+        home.recorder.failing = False
+        closed = await home.gateway.close_session("s")
+        tasks.cancel_scope.cancel()
+    assert (closed.num_interactions, "log" in closed.system_error) == (0, True)
 
 
 async def test_a_session_goes_on_at_another_gateway_with_its_exact_tokens():
