@@ -6,11 +6,18 @@
 The format: frames.py (how bytes stand), blocks.py (what is inside), header.py, index.py.
 """
 
-from broker.recording.errors import NewerRecordingError, NotARecordingError, RecordingError, WrongRunError
+from broker.recording.errors import (
+    NewerRecordingError,
+    NotARecordingError,
+    OtherLogError,
+    RecordingError,
+    WrongRunError,
+)
 from broker.recording.header import Header, new_header
 from broker.recording.reader import Gap, Recording, TopicSummary
 from broker.recording.recorder import Recorder, RecorderFigures, RecorderSettings
 from broker.recording.redaction import Redactor, Rule, parse_rule
+from broker.recording.standing import check_log
 from broker.recording.writer import RecordingWriter
 
 __all__ = [
@@ -18,6 +25,7 @@ __all__ = [
     "Header",
     "NewerRecordingError",
     "NotARecordingError",
+    "OtherLogError",
     "Recorder",
     "RecorderFigures",
     "RecorderSettings",
@@ -28,6 +36,7 @@ __all__ = [
     "Rule",
     "TopicSummary",
     "WrongRunError",
+    "check_log",
     "new_header",
     "parse_rule",
 ]

@@ -4,7 +4,8 @@ BrokerError
 └── RecordingError
     ├── NotARecordingError      another kind of file, or one that ends before its header
     ├── NewerRecordingError     written by a later format than this version reads
-    └── WrongRunError           appending one run's messages to another run's file
+    ├── WrongRunError           appending one run's messages to another run's file
+    └── OtherLogError           appending a log's messages to the file of another log of the same run id
 """
 
 from __future__ import annotations
@@ -26,3 +27,7 @@ class NewerRecordingError(RecordingError):
 
 class WrongRunError(RecordingError):
     """The file holds another run, or was made by other redaction rules."""
+
+
+class OtherLogError(RecordingError):
+    """The file was recorded from another log of the same run id."""

@@ -13,7 +13,15 @@ import anyio.to_thread
 import structlog
 
 from broker.api import Broker
-from broker.recording import Recorder, RecorderFigures, RecorderSettings, RecordingWriter, new_header, parse_rule
+from broker.recording import (
+    Recorder,
+    RecorderFigures,
+    RecorderSettings,
+    RecordingWriter,
+    check_log,
+    new_header,
+    parse_rule,
+)
 from pipeline.holds import held
 
 log = structlog.get_logger("headrace.record")
@@ -43,7 +51,7 @@ async def record_run(
 
     Raises:
         ConfigError: a rule that can't be used.
-        RecordingError: `path` can't be appended to.
+        RecordingError: `path` can't be appended to: it holds another run, or another log of this run's id.
         BrokerError: the broker is away.
     """
     parsed = [parse_rule(rule) for rule in rules]
@@ -51,6 +59,7 @@ async def record_run(
     header = new_header(
         broker.run, headrace_version=installed_version(), redactions=list(rules), weights=settings.weights
     )
+    await check_log(broker, Path(path))
     writer = await anyio.to_thread.run_sync(lambda: RecordingWriter.open(Path(path), header, rotate_bytes=rotate_bytes))
     try:
         first = writer.last_sequence + 1

@@ -19,7 +19,15 @@ import structlog
 
 from broker.api import Broker
 from broker.errors import BrokerError
-from broker.recording import Recorder, RecorderFigures, RecorderSettings, RecordingWriter, new_header, parse_rule
+from broker.recording import (
+    Recorder,
+    RecorderFigures,
+    RecorderSettings,
+    RecordingWriter,
+    check_log,
+    new_header,
+    parse_rule,
+)
 from ops.logtools.record import DEFAULT_ROTATE_BYTES, installed_version, record_run
 from schemas.errors import SchemaError
 
@@ -70,10 +78,15 @@ def check_recording(wanted: RunRecording | None, run: str) -> None:
 async def recorded(
     wanted: RunRecording | None, broker: Broker, tasks: anyio.abc.TaskGroup
 ) -> AsyncGenerator[RecordingOutcome | None]:
-    """Record while the context is open; on leaving it, whatever stands then. Nothing without `wanted`."""
+    """Record while the context is open; on leaving it, whatever stands then. Nothing without `wanted`.
+
+    Raises:
+        RecordingError: on entering: the file was recorded from another log of this run's id.
+    """
     if wanted is None:
         yield None
         return
+    await check_log(broker, Path(wanted.path))
     outcome = RecordingOutcome(path=wanted.path)
     stop, ended = anyio.Event(), anyio.Event()
     # A cancelled run still leaves what stood: only the deadline below ends the recorder before that.

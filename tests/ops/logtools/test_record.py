@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import anyio
 import msgspec
+import pytest
 from structlog.testing import capture_logs
 
 from broker.connect import connect
-from broker.memory import MemoryServer
-from broker.recording import RecorderSettings, Recording
+from broker.memory import MemoryBroker, MemoryServer
+from broker.recording import OtherLogError, RecorderSettings, Recording
 from ops.logtools.record import record_run
+from ops.running.recording import RunRecording, recorded
 from pipeline.holds import HOLDS, MARK_KEY
 from pipeline.log import RunLog
 from schemas.messages.sampling import LogHold, Retain, Tick
@@ -53,3 +55,25 @@ async def test_messages_that_were_purged_before_are_told_and_are_a_gap_in_the_fi
     assert [entry["below"] for entry in logs if "purged" in entry["event"]] == [4]
     with Recording(tmp_path / "a.hrrec") as recording:
         assert [(gap.after_sequence, gap.before_sequence) for gap in recording.gaps()] == [(0, 4)]
+
+
+async def _other_log(number: int) -> MemoryBroker:
+    broker = MemoryBroker(MemoryServer(), "r")
+    for ordinal in range(number, 2 * number):
+        await _tick(broker, ordinal)
+    return broker
+
+
+async def test_a_file_of_another_log_of_the_same_run_id_is_not_gone_on_with(tmp_path) -> None:
+    path = tmp_path / "a.hrrec"
+    await record_run(await _other_log(5), path, follow=False)
+    before = path.read_bytes()
+    for number in (2, 8):
+        broker = await _other_log(number)
+        with pytest.raises(OtherLogError, match="another log of that run id"):
+            await record_run(broker, path, follow=False)
+        with pytest.raises(ExceptionGroup) as raised:
+            async with anyio.create_task_group() as tasks, recorded(RunRecording(path=str(path)), broker, tasks):
+                pass
+        assert raised.group_contains(OtherLogError)
+    assert path.read_bytes() == before
