@@ -202,6 +202,8 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     asked_settings: str = "override"
     """`override`: the run's sampling settings rule; `honour`: what a harness asks rules, and calls that differ from the
     run's distribution are kept out of training."""
+    preprocessors: list[str] = []
+    """Import paths `package.module:function` of functions that change a call's conversation before it is rendered."""
 
 
 class RewardSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,6 +32,7 @@ from stages.clients.forwarding import HttpForwarder, forwarding_client
 from stages.engine.gate import GatedEngine
 from stages.engine.scripted import Script, ScriptedEngine
 from stages.gateway.gateway import Gateway
+from stages.gateway.preprocessing import load_preprocessors
 from stages.gateway.serve import serve_gateway
 from stages.gateway.settings import (
     GatewayLimits,
@@ -50,8 +51,13 @@ log = structlog.get_logger("headrace.gateway")
 
 
 async def run_gateway(context: WorkerContext) -> None:
-    """Serve agents until the worker drains."""
+    """Serve agents until the worker drains.
+
+    Raises:
+        ConfigError: one of the run's own functions can't be imported, or the engine can't be had.
+    """
     config, metrics = context.config, context.metrics("gateway")
+    preprocessors = load_preprocessors(config.gateway.preprocessors)
     incarnation = f"{os.getpid():x}-{secrets.token_hex(3)}"
     engines = (
         routed_engines(context, metrics) if has_servers(config.engine) else own_engine(context, metrics, incarnation)
@@ -72,6 +78,7 @@ async def run_gateway(context: WorkerContext) -> None:
             payloads=context.payloads,
             peers=peers,
             online=online,
+            preprocessors=preprocessors,
         )
         tasks.start_soon(peers.listen)
         if online is not None:
