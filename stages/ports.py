@@ -120,6 +120,13 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     max_context: int
     detail: str = ""
+    newest_version: int | None = None
+    """Of several engines, whose oldest version is `version`: the newest that one of them serves."""
+
+    def serves(self, version: int) -> bool:
+        """Whether requests for this version or a newer one can be sampled now."""
+        newest = self.version if self.newest_version is None else self.newest_version
+        return self.ready and newest >= version
 
 
 class TokenSource(Protocol):

@@ -95,7 +95,7 @@ async def run_gateway(context: WorkerContext) -> None:
 
         tasks.start_soon(_serve, gateway, context, ready)
         await serving.wait()
-        async with serve_sessions(context.broker, gateway, gateway.settings.name):
+        async with serve_sessions(context.broker, gateway, gateway.settings.name, sampling.source.health):
             await context.draining.wait()
         tasks.cancel_scope.cancel()
 

@@ -30,6 +30,14 @@ class SessionTicket(msgspec.Struct, frozen=True, kw_only=True):
 class Sessions(Protocol):
     """The run's gateways."""
 
+    async def serves(self, version: int) -> bool:
+        """Whether an engine of theirs samples with this weight version or a newer one by now.
+
+        Raises:
+            RetryableError: no gateway answered.
+        """
+        ...
+
     async def open(self, session: str, *, min_version: int) -> SessionTicket:
         """Open a session; opening it again gives a new token for the same session.
 

@@ -35,6 +35,9 @@ from stages.clients.arena.classify import LAUNCH_REFUSED, LOCAL_WAIT_CANCELLED
 log = structlog.get_logger("headrace.launch")
 
 GAVE_UP: Final = "LOCAL_GAVE_UP"
+_FIRST_LOOK_S: Final = 0.05
+_LONGEST_LOOK_S: Final = 0.5
+"""Between two questions whether weights that are on their way serve."""
 
 
 class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +116,8 @@ async def _attempt(
             return [ended_without_try(requested, status=LOCAL_WAIT_CANCELLED, error="its group is closed")]
         if refusal := await ports.runner.refusal(stream):
             return [ended_without_try(requested, status=LAUNCH_REFUSED, error=refusal)]
+        if not await _weights_serve(requested.min_version, group_closed, ports):
+            return [ended_without_try(requested, status=LOCAL_WAIT_CANCELLED, error="its group is closed")]
         ended = await _launch(requested, stream, len(tries), group_closed, ports)
     return outputs(
         requested,
@@ -121,6 +126,29 @@ async def _attempt(
         max_raw_bytes=ports.settings.arena.max_raw_bytes,
         seconds=anyio.current_time() - started_s,
     )
+
+
+async def _weights_serve(version: int, group_closed: anyio.Event, ports: _Ports) -> bool:
+    """Wait for weights that are still on their way: no time of the Arena's or of an agent's runs meanwhile.
+
+    Returns:
+        Whether they serve; False: the group was closed before.
+    """
+    if await ports.sessions.serves(version):
+        return True
+    gauges, delay_s = ports.metrics.gauges, _FIRST_LOOK_S
+    gauges["waiting_for_weights"] = gauges.get("waiting_for_weights", 0) + 1
+    try:
+        while not await ports.sessions.serves(version):
+            ports.metrics.wait_for(f"weights of version {version} or newer, which no engine serves yet")
+            with anyio.move_on_after(delay_s):
+                await group_closed.wait()
+                return False
+            delay_s = min(2 * delay_s, _LONGEST_LOOK_S)
+    finally:
+        gauges["waiting_for_weights"] -= 1
+        ports.metrics.work()
+    return True
 
 
 async def _disown(latest: LaunchTry, ports: _Ports) -> None:

@@ -169,6 +169,7 @@ class Router:
             num_waiting=len(self._waiting),
             max_context=min((one.announced.max_context for one in serving), default=0),
             detail=self.waits_for(),
+            newest_version=max((one.announced.version for one in serving), default=0),
         )
 
     def waits_for(self) -> str:

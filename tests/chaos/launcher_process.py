@@ -33,6 +33,9 @@ class Sessions:
     def __init__(self, gateway_url: str) -> None:
         self.gateway_url = gateway_url
 
+    async def serves(self, version: int) -> bool:
+        return version == 0
+
     async def open(self, session: str, *, min_version: int) -> SessionTicket:
         return SessionTicket(session=session, token=Secret("t"), base_url=self.gateway_url)
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
+import msgspec
 import pytest
 
 from broker.memory import MemoryBroker, MemoryServer
@@ -16,6 +17,7 @@ from pipeline.log import RunLog
 from schemas.messages.rollout import SessionClosed, SessionOpened
 from stages.gateway.errors import BusyError, InvalidRequestError
 from stages.gateway.session import SessionTicket
+from stages.ports import EngineHealth
 
 
 class OneGateway:
@@ -25,6 +27,12 @@ class OneGateway:
         self.name, self.log = name, log
         self.failing: Exception | None = None
         self.closed: list[str] = []
+        self.version = 0
+        self.num_asked = 0
+
+    async def health(self) -> EngineHealth:
+        self.num_asked += 1
+        return EngineHealth(ready=True, version=self.version, num_running=0, num_waiting=0, max_context=64)
 
     async def open_session(self, session_id: str, min_version: int = 0) -> SessionTicket:
         if self.failing is not None:
@@ -47,7 +55,7 @@ async def launchers(*names: str) -> AsyncGenerator[tuple[RemoteSessions, dict[st
     gateways = {name: OneGateway(name, log) for name in names}
     async with AsyncExitStack() as stack:
         for name, gateway in gateways.items():
-            await stack.enter_async_context(serve_sessions(broker, gateway, name))
+            await stack.enter_async_context(serve_sessions(broker, gateway, name, gateway.health))
         yield RemoteSessions(broker, LogRecorder(log), deadline_s=0.2), gateways, stack
 
 
@@ -99,3 +107,26 @@ async def test_what_may_succeed_later_is_tried_again_and_what_can_not_is_refused
 
 def test_a_reply_does_not_show_its_token() -> None:
     assert "marked-token" not in repr(SessionReply(token="marked-token"))
+
+
+async def test_weights_that_are_on_their_way_are_asked_for_by_one_of_many() -> None:
+    async with launchers("gw-1") as (sessions, gateways, _):
+        assert await sessions.serves(0)
+        assert not any([await sessions.serves(version) for version in [3] * 50])
+        assert gateways["gw-1"].num_asked == 1
+        gateways["gw-1"].version = 2
+        assert await sessions.serves(2), "an older one was not asked for"
+        gateways["gw-1"].version = 4
+        with anyio.fail_after(20):
+            while not await sessions.serves(3):
+                await anyio.lowlevel.checkpoint()
+        num_asked = gateways["gw-1"].num_asked
+        assert await sessions.serves(3)
+        assert gateways["gw-1"].num_asked == num_asked, "what was served once is not asked for again"
+
+
+def test_one_of_several_engines_is_enough() -> None:
+    old = EngineHealth(ready=True, version=1, num_running=0, num_waiting=0, max_context=64)
+    assert (old.serves(1), old.serves(2)) == (True, False)
+    assert msgspec.structs.replace(old, newest_version=2).serves(2)
+    assert not msgspec.structs.replace(old, ready=False).serves(1)

@@ -26,6 +26,9 @@ class FakeWorld:
         self.num_interactions = num_interactions
         self.stored: dict[str, bytes] = {}
 
+    async def serves(self, version):
+        return version == 0
+
     async def open(self, session, *, min_version):
         self.said.append(("open", session))
         return SessionTicket(session=session, token=Secret("token"), base_url="http://gateway")

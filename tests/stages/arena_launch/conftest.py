@@ -40,6 +40,8 @@ class World:
         self.ports: dict = {}
         self.metrics = Metrics("run", "arena_launch")
         self.pauses: list[float] = []
+        self.served_version = 3
+        self.asked_versions: list[int] = []
 
     def requested(self, **changes) -> EpisodeRequested:
         return EpisodeRequested(
@@ -61,6 +63,10 @@ class World:
         self.pauses.append(delay_s)
 
     # sessions
+    async def serves(self, version: int) -> bool:
+        self.asked_versions.append(version)
+        return version <= self.served_version
+
     async def open(self, session: str, *, min_version: int) -> SessionTicket:
         self.events.append(f"open {session} {min_version}")
         return SessionTicket(session=session, token=Secret("t"), base_url="http://gateway")

@@ -317,3 +317,41 @@ def test_closed_groups_forget_their_waiters() -> None:
     groups.leave("g")
     assert groups.join("g").is_set()
     assert not groups.join("h").is_set()
+
+
+async def test_an_episode_whose_weights_are_on_their_way_is_launched_when_they_serve(world) -> None:
+    ends: list = []
+
+    async def episode() -> None:
+        ends.extend(await world.run(world.requested(min_version=5)))
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(episode)
+            while len(world.asked_versions) < 2:
+                await anyio.lowlevel.checkpoint()
+            assert (world.events, world.launches) == ([], [])
+            assert world.metrics.gauges["waiting_for_weights"] == 1
+            world.served_version = 6
+    (end,) = ends
+    assert end.outcome is EpisodeClass.SCORED
+    assert world.events[0] == f"open {S0} 5"
+    assert world.metrics.gauges["waiting_for_weights"] == 0
+
+
+async def test_a_group_that_is_closed_while_its_weights_are_on_their_way_is_not_launched(world) -> None:
+    groups = ClosedGroups()
+    world.ports = {"groups": groups}
+    ends: list = []
+
+    async def episode() -> None:
+        ends.extend(await world.run(world.requested(min_version=5)))
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(episode)
+            while not world.asked_versions:
+                await anyio.lowlevel.checkpoint()
+            groups.close("g0000001")
+    (end,) = ends
+    assert (end.status, end.final, world.launches, world.events) == ("LOCAL_WAIT_CANCELLED", True, [], [])
