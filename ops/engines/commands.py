@@ -5,6 +5,7 @@ One place knows the flags; what they are for stands beside them. Tested with vLL
 
 from __future__ import annotations
 
+import json
 from typing import Final
 
 import msgspec
@@ -58,7 +59,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     adapter_targets: tuple[str, ...] = ()
     """Last names of the matrices that adapters are for."""
     api_key: str = ""
-    """Key that calls must bring; goes into the environment or the command line of the server alone."""
+    """Key that calls must bring. vLLM gets it in its environment, SGLang in `key_file`: command lines stand in every list of
+    processes.
+    """
+    key_file: str = ""
+    """SGLang with an `api_key`: a YAML file with `key_file_text`, readable by the owner only."""
     extra_args: tuple[str, ...] = ()
     """More arguments, at the end: later ones win."""
     extra_env: dict[str, str] = {}
@@ -159,5 +164,12 @@ def _sglang(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         if settings.device == "cpu":
             argv += ["--lora-backend", "torch_native"]  # the others are GPU kernels
     if settings.api_key:
-        argv += ["--api-key", settings.api_key]
+        if not settings.key_file:
+            raise ConfigError("SGLang's key: expected a file that holds it, found none")
+        argv += ["--config", settings.key_file]
     return argv, env
+
+
+def key_file_text(api_key: str) -> str:
+    """What SGLang reads its key from."""
+    return json.dumps({"api-key": api_key}) + "\n"

@@ -8,11 +8,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
 import anyio
+import msgspec
 
+from broker.embedded import write_private
 from ops.config import RunConfig
 from ops.engines.announcing import Announcer
 from ops.engines.clients import engine_client
-from ops.engines.commands import server_command
+from ops.engines.commands import key_file_text, server_command
 from ops.engines.life import EngineLife, LifeSettings, RunningServer
 from ops.engines.plan import MODEL_NAME, EnginePlan, server_settings
 from ops.engines.server_process import free_port, server_process
@@ -23,6 +25,7 @@ from ops.workers.context import WorkerContext
 from ops.workers.turns import turn_giver
 from pipeline.metrics import Metrics, worker_name
 from pipeline.publishing import publish_patiently
+from schemas.config import EngineKind
 from schemas.errors import ConfigError
 from schemas.messages.engines import EngineAnnouncement, EngineState
 from schemas.messages.training import WeightsLoaded
@@ -88,6 +91,10 @@ async def _started(context: WorkerContext, plan: EnginePlan, log_file: str) -> A
         api_key=os.environ.get(section.api_key_env, "") if section.api_key_env else "",
         lora=context.config.training.lora if publishes_adapter(context.config.training, section) else None,
     )
+    if settings.api_key and plan.kind is EngineKind.SGLANG:
+        key_file = context.folder.path / f"{plan.name}.key.yaml"
+        write_private(key_file, key_file_text(settings.api_key))
+        settings = msgspec.structs.replace(settings, key_file=str(key_file))
     argv, env = server_command(plan.kind, settings)
     async with server_process(argv, env, log_file) as process:
         yield RunningServer(url=f"http://{section.host}:{port}", ended=process.wait)

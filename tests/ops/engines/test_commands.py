@@ -2,8 +2,9 @@
 
 import msgspec
 import pytest
+import yaml
 
-from ops.engines.commands import ServerSettings, server_command
+from ops.engines.commands import ServerSettings, key_file_text, server_command
 from schemas.config import EngineKind
 from schemas.errors import ConfigError
 
@@ -64,6 +65,16 @@ def test_vllms_key_stays_out_of_its_command_line():
     argv, env = server_command(EngineKind.VLLM, ServerSettings(model="/m", port=7001, api_key="k-123"))
     assert env["VLLM_API_KEY"] == "k-123"
     assert "k-123" not in " ".join(argv)
+
+
+def test_sglangs_key_stays_out_of_its_command_line():
+    settings = ServerSettings(model="/m", port=7001, stubs="/s", api_key="k: #123", key_file="/run/engine-1.key.yaml")
+    argv, env = server_command(EngineKind.SGLANG, settings)
+    assert argv[argv.index("--config") + 1] == "/run/engine-1.key.yaml"
+    assert "k: #123" not in " ".join([*argv, *env.values()])
+    assert yaml.safe_load(key_file_text("k: #123")) == {"api-key": "k: #123"}
+    with pytest.raises(ConfigError, match="a file that holds it"):
+        server_command(EngineKind.SGLANG, msgspec.structs.replace(settings, key_file=""))
 
 
 @pytest.mark.parametrize(
