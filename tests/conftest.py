@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import anyio
 import hypothesis
 import psutil
 import pytest
 import structlog
+
+# importlib mode leaves sys.path alone, and tests of all rooms import what they share by name.
+sys.path.insert(0, str(Path(__file__).parent))
+import waiting
 
 # how long an example takes says nothing about it on a busy machine
 hypothesis.settings.register_profile("headrace", deadline=None)
@@ -25,18 +29,7 @@ WaitUntil = Callable[..., Awaitable[None]]
 @pytest.fixture
 def wait_until() -> WaitUntil:
     """Await a condition (a plain or async callable) with a deadline."""
-
-    async def wait(condition: Callable[[], object], *, deadline_s: float = 30.0) -> None:
-        with anyio.fail_after(deadline_s):
-            while True:
-                found = condition()
-                if isinstance(found, Awaitable):
-                    found = await found
-                if found:
-                    return
-                await anyio.sleep(0.005)
-
-    return wait
+    return waiting.wait_until
 
 
 @pytest.fixture

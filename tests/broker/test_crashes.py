@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import anyio
 import pytest
+from waiting import wait_until
 
 from broker.api import Broker, ConsumerSettings
-from broker.conformance.asserting import wait_until
 from broker.connect import connect
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
@@ -36,6 +36,10 @@ async def test_a_server_killed_10_times_in_a_row_with_all_stages_busy_loses_and_
             async for record in records:
                 read.append(record.subject)  # noqa: PERF401 - watched while it grows
 
+    async def moves_on(deadline_s: float) -> None:
+        before = len(read)
+        await wait_until(lambda: len(read) > before + 100, "work goes on", deadline_s=deadline_s)
+
     settings = own_server.connect_settings()
     async with connect(own_server.url, run, settings, create=True) as broker, anyio.create_task_group() as tasks:
         tasks.start_soon(publish, broker)
@@ -43,24 +47,16 @@ async def test_a_server_killed_10_times_in_a_row_with_all_stages_busy_loses_and_
         for number in range(3):
             tasks.start_soon(stage, broker, number)
         for _ in range(10):
-            before = len(read)
-
-            async def moves(before: int = before) -> bool:
-                return len(read) > before + 100
-
-            await wait_until(moves, "work goes on")
+            await moves_on(deadline_s=15)
             await own_server.kill()
             await own_server.start()
-            before = len(read)
-            with anyio.fail_after(5):
-                while not await moves(before):
-                    await anyio.sleep(0.01)
+            await moves_on(deadline_s=5)
         stop.set()
 
         async def all_done() -> bool:
             status = await broker.log_status()
             return status.last_sequence == 4 * len(read)
 
-        await wait_until(all_done, "every message went through all stages")
+        await wait_until(all_done, "every message went through all stages", deadline_s=15)
         assert len(set(read)) == len(read)
         tasks.cancel_scope.cancel()

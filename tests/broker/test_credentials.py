@@ -1,45 +1,19 @@
-# ruff: noqa: ASYNC220, ASYNC240 - starting a server takes some milliseconds
 """Each way of coming in, against a real server that asks for it."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from pathlib import Path
 
-import anyio
 import pytest
+from nats_servers import nats_server
 
 from broker.connect import connect
-from broker.embedded import _read_port, find_binary
 from broker.errors import NotConnectedError
 from broker.settings import ConnectSettings
 from broker.topology import RunLimits
 
 SMALL = RunLimits(log_max_bytes=2**20, payload_max_bytes=2**20, state_max_bytes=2**20)
-
-
-@asynccontextmanager
-async def nats_server(folder: Path, config: str) -> AsyncGenerator[int]:
-    """A server with this config; its port."""
-    folder.mkdir()
-    (folder / "c.conf").write_text(
-        f'listen: "127.0.0.1:-1"\nports_file_dir: {json.dumps(str(folder))}\n'
-        f"jetstream {{ store_dir: {json.dumps(str(folder))} }}\n{config}\n"
-    )
-    process = subprocess.Popen([find_binary(), "-c", str(folder / "c.conf"), "-l", str(folder / "log")])
-    try:
-        with anyio.fail_after(20):
-            while not (port := _read_port(folder / f"nats-server_{process.pid}.ports")):
-                assert process.poll() is None, (folder / "log").read_text()
-                await anyio.sleep(0.005)
-        yield port
-    finally:
-        process.terminate()
-        process.wait()
 
 
 async def works(url: str, run: str, settings: ConnectSettings) -> bool:

@@ -5,14 +5,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from certificates import Authority
 
 from broker.connect import connect, open_admin

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import subprocess
-
-import anyio
 import pytest
+from nats_servers import nats_server
 
 from broker.api import ConsumerSettings
 from broker.conformance.asserting import take, take_all, take_and_ack
 from broker.connect import connect, open_admin
-from broker.embedded import _read_port, find_binary
 from broker.errors import BrokerError, NotAllowedError, NotConnectedError
 from broker.rights import Role, User, account_config, inbox_prefix, permissions
 from broker.settings import ConnectSettings
@@ -44,36 +39,24 @@ async def opened(tmp_path):
         OTHER: [user(Role.OPERATOR, OTHER)],
     }
     accounts = "".join(account_config(run, members) for run, members in users.items())
-    folder = tmp_path / "s"
-    folder.mkdir()
-    (folder / "c.conf").write_text(
-        f'listen: "127.0.0.1:-1"\nports_file_dir: {json.dumps(str(folder))}\n'
-        f"jetstream {{ store_dir: {json.dumps(str(folder))} }}\naccounts {{\n{accounts}}}\n"
-    )
-    command = [find_binary(), "-c", folder / "c.conf", "-l", folder / "log"]
-    process = subprocess.Popen(command)  # noqa: ASYNC220 - quick
-    with anyio.fail_after(20):
-        while not (port := _read_port(folder / f"nats-server_{process.pid}.ports")):
-            assert process.poll() is None, (folder / "log").read_text()
-            await anyio.sleep(0.005)
-    url = f"nats://127.0.0.1:{port}"
 
     def settings(role: Role, run: str = RUN) -> ConnectSettings:
         name = f"{role}-{run}"
         (tmp_path / name).write_text(f"secret-{name}")
         return ConnectSettings(user=name, password_file=str(tmp_path / name), inbox_prefix=inbox_prefix(name))
 
-    def open_as(role: Role, run: str = RUN, **options: object):
-        return connect(url, run, settings(role, run), **options)
+    async with nats_server(tmp_path / "s", f"accounts {{\n{accounts}}}") as port:
+        url = f"nats://127.0.0.1:{port}"
 
-    durables = [durable("map", [f"hr.{RUN}.episode.ended.>"], SETTINGS)]
-    async with open_admin(url, settings(Role.OPERATOR)) as admin:
-        await admin.apply(run_topology(RUN, LIMITS, durables))
-    async with open_as(Role.OPERATOR, OTHER, create=True, limits=LIMITS):
-        pass
-    yield functools.partial(open_as)
-    process.terminate()
-    process.wait()
+        def open_as(role: Role, run: str = RUN, **options: object):
+            return connect(url, run, settings(role, run), **options)
+
+        durables = [durable("map", [f"hr.{RUN}.episode.ended.>"], SETTINGS)]
+        async with open_admin(url, settings(Role.OPERATOR)) as admin:
+            await admin.apply(run_topology(RUN, LIMITS, durables))
+        async with open_as(Role.OPERATOR, OTHER, create=True, limits=LIMITS):
+            pass
+        yield open_as
 
 
 async def test_a_worker_takes_from_its_durable_and_publishes_its_topics_only(opened):

@@ -20,6 +20,7 @@ import anyio
 import msgspec
 import pytest
 import structlog
+from waiting import wait_until
 
 from broker.api import Broker, ConsumerSettings
 from broker.connect import connect
@@ -167,11 +168,13 @@ class Workers:
         await RunLog(self.broker).publish(tick)
         record = await self.broker.get(FOLD_TICK.subject(RUN, tick))
         assert record is not None
-        with anyio.fail_after(300):
-            while any(fold.sequence < record.sequence for fold in self.folds):
-                await anyio.sleep(0.005)
-            while any(status.num_pending or status.num_ack_pending for status in await self.broker.consumers()):
-                await anyio.sleep(0.005)
+
+        async def all_handled() -> bool:
+            if any(fold.sequence < record.sequence for fold in self.folds):
+                return False  # it may still give work to the stages
+            return not any(status.num_pending or status.num_ack_pending for status in await self.broker.consumers())
+
+        await wait_until(all_handled, "everyone has handled what was published", deadline_s=300)
 
 
 @contextlib.asynccontextmanager

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import anyio
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from certificates import Authority
 from nodes_case import Nodes
 

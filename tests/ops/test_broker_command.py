@@ -7,12 +7,12 @@ import json
 import subprocess
 from pathlib import Path
 
-import anyio
 import msgspec
 import pytest
+from nats_servers import port_of
 
 from broker.connect import connect
-from broker.embedded import _read_port, find_binary
+from broker.embedded import find_binary
 from broker.settings import ConnectSettings
 from ops.cli import main
 from ops.config import load_config
@@ -48,10 +48,7 @@ def place(tmp_path_factory):
 
 
 async def write_config(folder: Path, server: subprocess.Popen[bytes]) -> None:
-    with anyio.fail_after(20):
-        while not (port := _read_port(folder / f"nats-server_{server.pid}.ports")):
-            assert server.poll() is None, (folder / "log").read_text()
-            await anyio.sleep(0.005)
+    port = await port_of(server, folder)
     (folder / "run.toml").write_text(f"""
 [run]
 id = "r"

@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 from pamqp.commands import Basic
+from waiting import wait_until
 
 from broker.api import Broker, ConsumerSettings
 from broker.conformance.asserting import DEADLINE_S, fill, take, take_and_ack
@@ -55,26 +56,22 @@ async def test_a_server_killed_under_load_loses_and_doubles_nothing(own_rabbit, 
             async for record in records:
                 read.append(record.subject)  # noqa: PERF401 - watched while it grows
 
+    async def moves_on() -> None:
+        before = len(read)  # a queue that was killed at its birth is made anew after a while
+        await wait_until(lambda: len(read) > before + 20, "work goes on", deadline_s=80)
+
     async with connect(own_rabbit.url, "r", settings, create=True) as broker, anyio.create_task_group() as tasks:
         tasks.start_soon(publish, broker)
         tasks.start_soon(follow, broker)
         for number in range(2):
             tasks.start_soon(stage, broker, number)
         for _ in range(3):
-            before = len(read)
-
-            async def moves(before: int = before) -> bool:
-                return len(read) > before + 20
-
             with anyio.fail_after(90):
-                while not await moves():  # a queue that was killed at its birth is made anew after a while
-                    await anyio.sleep(0.05)
+                await moves_on()
                 own_rabbit.kill()
                 await own_rabbit.start()
         stop.set()
-        with anyio.fail_after(60):
-            while len(read) < len(confirmed):
-                await anyio.sleep(0.05)
+        await wait_until(lambda: len(read) >= len(confirmed), "what was confirmed is through", deadline_s=60)
         assert sorted(read) == sorted(subject.replace(".a.b.", ".c.d.") for subject in confirmed)
         assert len(set(read)) == len(read)
         tasks.cancel_scope.cancel()
@@ -123,9 +120,14 @@ async def test_work_longer_than_rabbitmq_waits_is_parked_and_stays_with_its_work
         await fill(broker, "a.b", 1)
         async with broker.consume("d", [f"hr.{broker.run}.>"], settings) as deliveries:
             held = (await take(deliveries, 1))[0]
-            for _ in range(10):
-                await anyio.sleep(0.2)  # the work
+            dues_s: list[float] = []
+
+            async def outlasts_its_ack_wait() -> bool:
                 await held.still_working()
+                dues_s.extend(one.due_unix_s for one in await broker._parked.all())
+                return bool(dues_s) and dues_s[-1] > dues_s[0] + 2 * settings.ack_wait_s
+
+            await wait_until(outlasts_its_ack_wait, "parked work is pushed back")
             parked = await broker._parked.all()
             assert [(one.durable, one.sequence) for one in parked] == [("d", 1)]
             assert (await broker.consumers())[0].num_ack_pending == 1

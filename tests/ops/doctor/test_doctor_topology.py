@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from certificates import Authority
 
 from ops.cli import main
