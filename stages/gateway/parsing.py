@@ -25,7 +25,18 @@ _LONGEST_TAG: Final = len(_CALL_END)
 
 ParsedCall = tuple[str, str]
 """Name and arguments (JSON text of an object)."""
-CallReader = Callable[[str, Mapping[str, Tool]], ParsedCall | None]
+
+
+class CallFormat(Protocol):
+    """How calls are written between the tags."""
+
+    def read(self, body: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
+        """The call that a whole body is, or None."""
+        ...
+
+    def goes_on(self, body: str) -> bool:
+        """Whether a body that is no call breaks off inside a value: then the closing tag just seen is part of it."""
+        ...
 
 
 class OutputParser(Protocol):
@@ -49,9 +60,9 @@ def output_parser(
         opened: the prompt itself ends inside <think>, as some templates' generation prompts do.
         new_call_id: a fresh id for each tool call.
     """
-    readers: dict[ToolFormat, CallReader] = {ToolFormat.HERMES: read_hermes, ToolFormat.QWEN3_CODER: read_coder}
+    formats: dict[ToolFormat, CallFormat] = {ToolFormat.HERMES: Hermes(), ToolFormat.QWEN3_CODER: Coder()}
     return TaggedParser(
-        reader=readers.get(form) if tools else None,
+        calls=formats.get(form) if tools else None,
         tools=tools,
         reasoning=reasoning,
         opened=opened,
@@ -65,16 +76,16 @@ class TaggedParser:
     def __init__(
         self,
         *,
-        reader: CallReader | None,
+        calls: CallFormat | None,
         tools: Mapping[str, Tool],
         reasoning: bool,
         opened: bool,
         new_call_id: Callable[[], str],
     ) -> None:
-        self._reader = reader
+        self._calls = calls
         self._tools = tools
         self._new_call_id = new_call_id
-        self._openers = tuple(tag for tag, used in ((_THINK, reasoning), (_CALL, reader is not None)) if used)
+        self._openers = tuple(tag for tag, used in ((_THINK, reasoning), (_CALL, calls is not None)) if used)
         self._held = ""
         self._searched = 0
         """Characters of `_held` in which the closing tag can't start."""
@@ -102,7 +113,7 @@ class TaggedParser:
         if inside == _THINK:
             return _pieces(Reasoning, held)
         if inside == _CALL:
-            call = self._reader(held, self._tools) if self._reader else None
+            call = self._calls.read(held, self._tools) if self._calls else None
             return self._call_events(call) if call else _pieces(Text, self._blanks + _CALL + held)
         return _pieces(Text, self._unskipped(held))
 
@@ -153,8 +164,8 @@ class TaggedParser:
             self._searched = max(0, len(self._held) - len(_CALL_END) + 1)
             return False
         body, rest = self._held[:at], self._held[at + len(_CALL_END) :]
-        call = self._reader(body, self._tools) if self._reader else None
-        if call is None and _ends_inside_string(body):
+        call = self._calls.read(body, self._tools) if self._calls else None
+        if call is None and self._calls and self._calls.goes_on(body):
             self._searched = at + len(_CALL_END)
             return True
         events += self._call_events(call) if call else _pieces(Text, self._blanks + _CALL + body + _CALL_END)
@@ -201,19 +212,6 @@ def _undecided(text: str, tags: tuple[str, ...], blanks: str = _BLANKS) -> int:
     return len(text) - start
 
 
-def _ends_inside_string(body: str) -> bool:
-    """Whether a JSON text breaks off inside a string: then the closing tag just seen is part of it."""
-    inside = escaped = False
-    for character in body:
-        if escaped:
-            escaped = False
-        elif inside and character == "\\":
-            escaped = True
-        elif character == '"':
-            inside = not inside
-    return inside
-
-
 class _HermesCall(msgspec.Struct):
     name: str
     arguments: msgspec.Raw = msgspec.Raw(b"{}")
@@ -222,39 +220,71 @@ class _HermesCall(msgspec.Struct):
 _hermes: Final = msgspec.json.Decoder(_HermesCall)
 
 
-def read_hermes(body: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
+class Hermes:
     """{"name": …, "arguments": {…}}; the arguments' text is kept as it was sampled."""
-    del tools  # the JSON is typed by itself
-    try:
-        call = _hermes.decode(body.strip())
-        arguments = bytes(call.arguments).decode()
-        if arguments.startswith('"'):
-            arguments = msgspec.json.decode(arguments, type=str)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None
-    return (call.name, arguments) if call.name and parse_object(arguments) is not None else None
+
+    def read(self, body: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
+        del tools  # the JSON is typed by itself
+        try:
+            call = _hermes.decode(body.strip())
+            arguments = bytes(call.arguments).decode()
+            if arguments.startswith('"'):
+                arguments = msgspec.json.decode(arguments, type=str)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            return None
+        return (call.name, arguments) if call.name and parse_object(arguments) is not None else None
+
+    def goes_on(self, body: str) -> bool:
+        inside = escaped = False
+        for character in body:
+            if escaped:
+                escaped = False
+            elif inside and character == "\\":
+                escaped = True
+            elif character == '"':
+                inside = not inside
+        return inside
 
 
-_FUNCTION: Final = re.compile(r"\A\s*<function=([^>\s]+)>(.*?)(?:</function>)?\s*\Z", re.DOTALL)
-_PARAMETER: Final = re.compile(r"<parameter=([^>\s]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_FUNCTION: Final = re.compile(r"\s*<function=([^>\s]+)>")
+_FUNCTION_END: Final = re.compile(r"\s*</function>\s*\Z")
+_PARAMETER: Final = re.compile(r"\s*<parameter=([^>\s]+)>")
+_PARAMETER_END: Final = re.compile(r"</parameter>(?=\s*(?:<parameter=[^>\s]+>|</function>\s*\Z))")
 
 
-def read_coder(body: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
-    """<function=NAME><parameter=KEY>VALUE</parameter>…</function>; values typed by the tool's schema."""
-    found = _FUNCTION.match(body)
-    if found is None:
-        return None
-    name, inner = found[1], found[2]
-    tool = tools.get(name)
-    properties = (tool.parameters or {}).get("properties") if tool else None
-    arguments: dict[str, object] = {}
-    rest = _PARAMETER.sub("", inner)
-    if rest.strip():
-        return None
-    for key, raw in _PARAMETER.findall(inner):
-        schema = properties.get(key) if isinstance(properties, dict) else None
-        arguments[key] = _typed(_one_newline_less(raw), schema.get("type") if isinstance(schema, dict) else None)
-    return name, msgspec.json.encode(arguments).decode()
+class Coder:
+    """<function=NAME><parameter=KEY>VALUE</parameter>…</function>; values typed by the tool's schema.
+
+    Every tag must be closed: an answer that was cut off holds no call, only its beginning.
+    """
+
+    def read(self, body: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
+        opening = _FUNCTION.match(body)
+        if opening is None:
+            return None
+        tool = tools.get(opening[1])
+        declared = (tool.parameters or {}).get("properties") if tool else None
+        properties: dict[str, object] = declared if isinstance(declared, dict) else {}
+        arguments: dict[str, object] = {}
+        at = opening.end()
+        while found := _PARAMETER.match(body, at):
+            end = _PARAMETER_END.search(body, found.end())
+            if end is None:
+                return None
+            value, at = body[found.end() : end.start()], end.end()
+            if any(key in properties for key in _PARAMETER.findall(value)):
+                return None  # the parameter before that one was not closed
+            schema = properties.get(found[1])
+            kind = schema.get("type") if isinstance(schema, dict) else None
+            arguments[found[1]] = _typed(_one_newline_less(value), kind)
+        if _FUNCTION_END.match(body, at) is None:
+            return None
+        return opening[1], msgspec.json.encode(arguments).decode()
+
+    def goes_on(self, body: str) -> bool:
+        opening = _FUNCTION.match(body)
+        in_parameter = opening is not None and _PARAMETER.match(body, opening.end()) is not None
+        return in_parameter and not body.rstrip().endswith(("</parameter>", "</function>"))
 
 
 def _one_newline_less(value: str) -> str:

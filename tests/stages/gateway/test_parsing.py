@@ -1,6 +1,7 @@
 """Sampled text to events: whatever the chunking, the whole is the same, and nothing is lost."""
 
 import itertools
+import json
 
 import pytest
 from gateway_fakes import TOKENIZER
@@ -22,6 +23,7 @@ PIECES = st.sampled_from(
         "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool", "</", "<", "\n", "  ", "a", "é😀", "answer ",
         '{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "arguments": "{}"}', '{"name": "f", "arguments": {"s": "</tool_call>"}}',
         "<function=f>\n<parameter=n>\n3\n</parameter>\n</function>", "{", '"', "\\",
+        "<function=f>", "<parameter=s>", "</parameter>", "</function>",
     ]
 )  # fmt: skip
 OUTPUTS = st.lists(PIECES, max_size=12).map("".join)
@@ -102,6 +104,56 @@ def test_coder_calls_are_typed_by_the_schema():
     text = '<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=o>\n{"x": [1]}\n</parameter>\n<parameter=s>\n a\nb \n</parameter>\n</function>\n</tool_call>'
     events = parsed(text, ToolFormat.QWEN3_CODER)
     assert events[1] == CallArguments(0, '{"n":3,"o":{"x":[1]},"s":" a\\nb "}')
+
+
+CUT_OFF = "<tool_call>\n<function=f>\n<parameter=s>\nrm -rf /tmp/build\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("length", range(len("<tool_call>"), CUT_OFF.index("</function>") + len("</function>")))
+def test_a_coder_call_that_was_cut_off_is_text(length):
+    assert parsed(CUT_OFF[:length], ToolFormat.QWEN3_CODER) == [Text(CUT_OFF[:length])]
+
+
+def test_a_coder_call_that_lacks_only_the_last_tag_is_whole():
+    text = CUT_OFF[: -len("\n</tool_call>")]
+    assert parsed(text, ToolFormat.QWEN3_CODER)[1] == CallArguments(0, '{"s":"rm -rf /tmp/build"}')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call><function=f><parameter=s>x</function></tool_call>",
+        "<tool_call><function=f><parameter=s>x</parameter></tool_call>",
+        "<tool_call><function=f><parameter=n>3<parameter=o>{}</parameter></function></tool_call>",
+        "<tool_call><function=f>words</function></tool_call>",
+        "<tool_call><function=f><parameter=s>x</parameter>words</function></tool_call>",
+    ],
+)
+def test_coder_calls_with_tags_left_open_or_words_between_are_text(text):
+    good = "<tool_call><function=f></function></tool_call>"
+    assert parsed(text + good, ToolFormat.QWEN3_CODER) == [
+        Text(text),
+        CallStarted(0, "c0", "f"),
+        CallArguments(0, "{}"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "value", ["a</tool_call>b", "a</tool_call></tool_call>", "has <parameter=x> in it", "a</parameter>b", "</function>"]
+)
+def test_tags_inside_a_coder_value_are_part_of_it(value):
+    text = f"<tool_call>\n<function=f>\n<parameter=s>\n{value}\n</parameter>\n</function>\n</tool_call> tail"
+    assert parsed(text, ToolFormat.QWEN3_CODER) == [
+        CallStarted(0, "c0", "f"),
+        CallArguments(0, json.dumps({"s": value}, separators=(",", ":"))),
+        Text(" tail"),
+    ]
+
+
+@pytest.mark.parametrize("length", range(len("<tool_call>"), len('<tool_call>{"name": "f", "arguments": {"s": "a"}}')))
+def test_a_json_call_that_was_cut_off_is_text(length):
+    text = '<tool_call>{"name": "f", "arguments": {"s": "a"}}'[:length]
+    assert parsed(text) == [Text(text)]
 
 
 def test_reasoning_is_split_off_with_its_newlines():
