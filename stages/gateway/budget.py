@@ -15,7 +15,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     settings: SamplingSettings
     untrainable_reason: str = ""
-    """Why its tokens are masked in the loss: `greedy` or `settings`."""
+    """Why its tokens are masked in the loss: `greedy` or `settings`. Empty: they are trained."""
 
 
 def decide_sampling(
@@ -43,7 +43,17 @@ def decide_sampling(
         # A harness that fixes a seed would make all members of a group sample the same answer.
         seed=requested.seed if honour else None,
     )
-    return Decision(settings=settings, untrainable_reason=_untrainable(settings, run))
+    reason = _untrainable(settings, run)
+    if not reason and honour and _asks_more(requested):
+        reason = "settings"
+    return Decision(settings=settings, untrainable_reason=reason)
+
+
+def _asks_more(requested: Requested) -> bool:
+    """Whether the harness wants another distribution by settings that engines are not given."""
+    penalties = (requested.presence_penalty, requested.frequency_penalty, requested.min_p)
+    repetition = requested.repetition_penalty not in (None, 1)
+    return any(penalties) or repetition or bool(requested.logit_bias)
 
 
 def _untrainable(settings: SamplingSettings, run: RunSampling) -> str:

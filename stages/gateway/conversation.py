@@ -70,6 +70,7 @@ class Requested(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1

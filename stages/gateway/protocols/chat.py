@@ -120,6 +120,7 @@ class _Body(msgspec.Struct):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None
@@ -153,6 +154,7 @@ def parse_chat(body: bytes, limits: GatewayLimits, *, resumes: bool = False) -> 
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         repetition_penalty=request.repetition_penalty,
+        logit_bias=request.logit_bias,
         seed=request.seed,
         stop=stop_strings(request.stop),
         n=positive(request.n) or 1,

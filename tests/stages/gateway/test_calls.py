@@ -90,14 +90,27 @@ async def test_the_runs_settings_rule_and_the_asked_ones_are_recorded():
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
-    [({"temperature": 0}, "greedy"), ({"top_k": 1}, "greedy"), ({"top_p": 0.9}, "settings"), ({"temperature": 0.5}, "settings"), ({}, "")],
+    [({"temperature": 0}, "greedy"), ({"top_k": 1}, "greedy"), ({"top_p": 0.9}, "settings"), ({"temperature": 0.5}, "settings"), ({}, ""),
+     ({"repetition_penalty": 1.5}, "settings"), ({"presence_penalty": 0.5}, "settings"), ({"frequency_penalty": -1}, "settings"),
+     ({"min_p": 0.1}, "settings"), ({"logit_bias": {"42": -100}}, "settings"), ({"seed": 3}, "settings"),
+     ({"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "min_p": 0, "logit_bias": {}}, "")],
 )  # fmt: skip
 async def test_honoured_settings_that_change_the_distribution_keep_a_call_out_of_training(asked, reason):
     home = house(sampling=RunSampling(policy=OverridePolicy.HONOUR))
     ticket = await home.gateway.open_session("s")
     await ask(home, ticket.token, HELLO | asked)
+    await ask(home, ticket.token, {"prompt": "hi"} | asked, "/v1/completions")
+    for record in home.recorder.interactions("s"):
+        assert (record.untrainable_reason, record.trainable) == (reason, not reason)
+
+
+async def test_asked_penalties_and_biases_are_recorded_and_do_not_keep_a_call_out_of_training_by_default():
+    home = house()
+    ticket = await home.gateway.open_session("s")
+    asked = {"repetition_penalty": 1.5, "min_p": 0.1, "logit_bias": {"42": -100.0}}
+    await ask(home, ticket.token, HELLO | asked)
     (record,) = home.recorder.interactions("s")
-    assert (record.untrainable_reason, record.trainable) == (reason, not reason)
+    assert (record.trainable, msgspec.json.decode(record.requested_settings_json)) == (True, asked)
 
 
 async def test_log_probs_that_are_no_numbers_keep_a_call_out_of_training():
