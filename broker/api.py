@@ -302,6 +302,11 @@ class Broker(Protocol):
 class Mirror(Protocol):
     """Another broker's end, where records are copied to."""
 
+    @property
+    def place(self) -> str:
+        """Where the copies go, without a login."""
+        ...
+
     async def publish_all(self, records: list[Record]) -> None:
         """Publish in order; returns when all are confirmed: at least once each."""
         ...

@@ -16,7 +16,7 @@ from pamqp.commands import Basic
 
 from broker.api import Record
 from broker.rabbitmq.channel import Channel
-from broker.rabbitmq.link import LOST, Link, open_link
+from broker.rabbitmq.link import LOST, Link, open_link, without_secret
 from broker.rabbitmq.wire import PERSISTENT
 from broker.settings import ConnectSettings
 
@@ -30,9 +30,11 @@ MAX_KEY_BYTES: Final = 255
 class RabbitMirror:
     """Publishes records, each once confirmed. Made by `open_mirror`."""
 
-    def __init__(self, link: Link, exchange: str) -> None:
+    def __init__(self, link: Link, exchange: str, urls: list[str]) -> None:
         self._link: Final = link
         self._exchange: Final = exchange
+        self.place: Final = " ".join([*sorted(without_secret(url) for url in urls), exchange])
+        """Where the copies go."""
 
     async def publish_all(self, records: list[Record]) -> None:
         """Publish in order; returns when all are confirmed. After a lost connection all of them again: at least once each."""
@@ -77,4 +79,4 @@ async def open_mirror(
         NotConnectedError, NotAllowedError: no connection.
     """
     async with open_link(urls, settings) as link:
-        yield RabbitMirror(link, exchange)
+        yield RabbitMirror(link, exchange, urls)

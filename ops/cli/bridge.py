@@ -14,9 +14,17 @@ from ops.cli.failing import plain_errors
 from ops.cli.output import console, progress_bar, write_json
 from ops.connection import open_run
 from ops.logtools.mirror import MirrorPosition, mirror_run
-from ops.logtools.patterns import parse_pattern
+from ops.logtools.patterns import named_runs, parse_pattern
+from ops.run_folder import RunFolderError
 from ops.stopping import until_stopped
 from pipeline.logs import set_up_logs
+
+
+def _named_run(patterns: list[str]) -> str:
+    named = named_runs(patterns)
+    if len(named) != 1:
+        raise RunFolderError("--from: expected the run beside it (--run ID) or in the patterns (hr.ID.step.trained.>)")
+    return named[0]
 
 
 def bridge(
@@ -42,6 +50,7 @@ def bridge(
     Examples:
         headrace bridge step.trained --to amqp://127.0.0.1:5672/
         headrace bridge 'episode.>' 'group.closed' --run runs/quickstart --to amqps://mq.example.org/
+        headrace bridge 'hr.quickstart.step.>' --from nats://127.0.0.1:4222 --to amqp://127.0.0.1:5672/
         headrace bridge '>' --from nats://127.0.0.1:4222 --run quickstart --to amqp://127.0.0.1:5672/ --until-end
 
     Parameters
@@ -72,10 +81,14 @@ def bridge(
     set_up_logs(process="bridge", level="WARNING")
 
     async def work() -> int:
+        target = run if from_url is None or run is not None else _named_run(patterns)
         settings = ConnectSettings(name="bridge", user=user, password_file=password_file)
-        async with open_run(run, url=from_url, name="bridge") as broker, open_mirror(to, settings, exchange) as mirror:
+        async with (
+            open_run(target, url=from_url, name="bridge") as broker,
+            open_mirror(to, settings, exchange) as mirror,
+        ):
             filters = tuple(dict.fromkeys(parse_pattern(text, broker.run).filter for text in patterns))
-            position = MirrorPosition(broker, exchange, filters, position_file)
+            position = MirrorPosition(broker, mirror.place, filters, position_file)
             copied = 0
             bar = progress_bar(quiet=quiet)
             with bar:

@@ -26,6 +26,12 @@ class MirrorPosition:
     """Where a bridge is: in a file, or beside the run's log."""
 
     def __init__(self, broker: Broker, target: str, patterns: tuple[str, ...], file: Path | None) -> None:
+        """Args:
+        broker: of the run.
+        target: names the place where the copies go: another place begins at the log's beginning.
+        patterns: what is copied.
+        file: where the position is; None: beside the run's log.
+        """
         self._broker: Final = broker
         self._file: Final = file
         digest = xxhash.xxh3_64_hexdigest("\n".join((target, *patterns)).encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -44,6 +45,13 @@ def parse_pattern(text: str, run: str) -> Pattern:
     if not found:
         raise InvalidIdError(_nothing(text, tokens))
     return Pattern(filter=".".join([PREFIX, run, *tokens]), topics=found)
+
+
+def named_runs(patterns: Sequence[str]) -> list[str]:
+    """The runs that patterns of the form `hr.<run>.…` name, each once."""
+    tokens = [text.strip().split(".") for text in patterns]
+    named = (parts[1] for parts in tokens if parts[0] == PREFIX and len(parts) > _PREFIX_TOKENS)
+    return list(dict.fromkeys(run for run in named if run not in ("*", ">")))
 
 
 def _can_match(tokens: list[str], topic: Topic[msgspec.Struct]) -> bool:

@@ -15,8 +15,9 @@ from broker.conformance.asserting import fill
 from broker.connect import connect
 from broker.embedded import EmbeddedServer
 from broker.local_rabbit import LocalRabbit
-from broker.rabbitmq.mirror import routing_key
+from broker.rabbitmq.mirror import RabbitMirror, routing_key
 from ops.logtools.mirror import MirrorPosition, mirror_run
+from ops.logtools.patterns import named_runs
 from ops.run_folder import Endpoints, RunFolder
 
 
@@ -58,6 +59,19 @@ async def test_a_bridge_goes_on_where_it_was(kept_in, tmp_path):
         assert await mirror_run(broker, second, ("hr.r.>",), position, follow=False, on_copied=lambda *_: None) == 0
 
 
+def test_a_mirrors_place_is_its_servers_and_exchange_without_logins():
+    urls = ["amqp://me:secret@b:5671/v", "amqp://a"]
+    assert RabbitMirror(None, "team", urls).place == "amqp://a:5672 amqp://b:5671/v team"
+
+
+async def test_a_run_on_another_broker_is_named_beside_it_or_in_the_patterns():
+    assert named_runs(["hr.r.step.trained.>", "hr.r.group.closed.>", "hr.*.>", "step.trained"]) == ["r"]
+    command = [sys.executable, "-m", "ops", "bridge", "step.trained"]
+    command += ["--from", "nats://127.0.0.1:1", "--to", "amqp://127.0.0.1:1/"]
+    done = await anyio.run_process(command, check=False)
+    assert (done.returncode, b"--run ID" in done.stderr) == (1, True)
+
+
 @pytest.mark.resources
 async def test_the_command_copies_a_run_to_a_real_rabbitmq(tmp_path: Path):
     rabbit, nats = LocalRabbit(tmp_path / "rabbit"), EmbeddedServer(tmp_path / "nats")
@@ -87,11 +101,13 @@ async def test_the_command_copies_a_run_to_a_real_rabbitmq(tmp_path: Path):
             assert json.loads(done.stdout) == {"copied": 10}
             again = await anyio.run_process(command)
             assert json.loads(again.stdout) == {"copied": 0}
+            command[command.index("--to") + 1] = rabbit.url.replace("127.0.0.1", "localhost")
+            elsewhere = await anyio.run_process(command)
+            assert json.loads(elsewhere.stdout) == {"copied": 10}, "another server has none of them"
         async with asyncio.timeout(20):
             got = [await queue.get(timeout=10) for _ in range(5)]
         assert [message.body for message in got] == [b"0", b"1", b"2", b"3", b"4"]
         assert [message.headers["subject"] for message in got] == [f"hr.r.step.trained.{n}.1" for n in range(5)]
-        assert await queue.get(fail=False) is None
         await connection.close()
     finally:
         await nats.stop()
