@@ -245,7 +245,7 @@ def check_torch(facts: TorchFacts, *, needed: bool, gpus: Sequence[str], backend
             )
         )
     elif backend == "megatron":
-        findings.append(error("gpu", "none, and training.backend = megatron needs one", "set training.backend = torch"))
+        findings.append(note("gpu", "none: Megatron-Core on the CPU, with gloo: right, and slow"))
     else:
         findings.append(note("gpu", "none: CPU only, for small policies"))
     return findings

@@ -114,3 +114,9 @@ def test_credentials_are_judged_by_their_place():
 def test_only_errors_set_the_exit_code():
     assert exit_code([ok("a", ""), note("b", ""), warning("c", "", "d")]) == 0
     assert exit_code([ok("a", ""), error("b", "", "c")]) == 1
+
+
+def test_megatron_without_a_gpu_is_told_and_no_error():
+    found = check_torch(TorchFacts(version="2.13.0"), needed=True, gpus=[], backend="megatron")
+    assert [(one.check, one.level) for one in found] == [("torch", Level.OK), ("gpu", Level.NOTE)]
+    assert "Megatron-Core on the CPU" in found[1].found
