@@ -28,6 +28,10 @@ _CONSUMES: Final[Mapping[str, AnyTopic]] = {
 }
 
 
+_LAUNCHERS: Final = 64
+"""Launchers of a run whose episodes may all be under way at once: the broker's own bound is for all of them together."""
+
+
 def durables_of(config: RunConfig) -> tuple[str, ...]:
     """The stateless stages of a run, which share their work by a durable each."""
     if config.run.from_run:
@@ -41,7 +45,8 @@ def consumer_settings(stage: str, config: RunConfig) -> ConsumerSettings:
     match stage:
         case "arena_launch":
             # Prefetched work of a dead worker comes back after ack_wait: hold no more than can be worked on.
-            return ConsumerSettings(ack_wait_s=8.0, prefetch=config.rollout.max_concurrent_episodes)
+            episodes = config.rollout.max_concurrent_episodes
+            return ConsumerSettings(ack_wait_s=8.0, prefetch=episodes, max_ack_pending=max(4096, _LAUNCHERS * episodes))
         case "map_rewards":
             return ConsumerSettings(prefetch=128)
         case "broadcast_weights":

@@ -115,6 +115,13 @@ async def test_the_doctor_and_a_worker_tell_a_durable_with_other_settings(place)
         assert "headrace broker apply CONFIG --update" in findings[0].fix
 
 
+def test_all_launchers_together_may_have_more_in_their_hands_than_one(place):
+    config = load_config(place / "run.toml", ["rollout.max_concurrent_episodes=6000"])
+    launch = consumer_settings("arena_launch", config)
+    assert (launch.prefetch, launch.max_ack_pending) == (6000, 64 * 6000)
+    assert consumer_settings("arena_launch", load_config(place / "run.toml")).max_ack_pending >= 4096
+
+
 def test_secrets_are_in_no_output(place, capsys):
     main(["broker", "show", str(place / "run.toml")])
     main(["broker", "diff", str(place / "run.toml")])
