@@ -33,7 +33,7 @@ from schemas.config import (
     TrainingSection,
     WatchdogSection,
 )
-from schemas.config_arena import ArenaSettings, StreamConfig, resolve_streams
+from schemas.config_arena import ArenaSettings, StreamConfig, given_streams, resolve_streams
 from schemas.errors import ConfigError, InvalidIdError
 from schemas.ids import check_run_id
 from schemas.payload import digest
@@ -94,7 +94,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: expected a run's config, found a topology of nodes: `headrace up` starts its nodes")
     for override in overrides:
         apply_override(tree, override)
-    return decode_config(tree)
+    return _with_streams(decode_config(tree))
+
+
+def _with_streams(config: RunConfig) -> RunConfig:
+    """Streams of a file or a variable become the config's own: what a run was begun with is known to all who read its folder,
+    its log or a recording, on whatever machine.
+    """
+    streams = given_streams(config.streams, config.arena, os.environ)
+    arena = msgspec.structs.replace(config.arena, streams_file="", streams_env="")
+    return msgspec.structs.replace(config, streams=list(streams), arena=arena)
 
 
 def decode_config(tree: Mapping[str, Any]) -> RunConfig:  # Any: a parsed TOML tree

@@ -179,6 +179,24 @@ def resolve_streams(
     Raises:
         ConfigError: Several places give streams, none does, or one of them can't be used.
     """
+    return check_streams(
+        [
+            msgspec.structs.replace(
+                stream, harness=stream.harness or settings.harness, task_envs={**settings.task_envs, **stream.task_envs}
+            )
+            for stream in given_streams(inline, settings, environ)
+        ]
+    )
+
+
+def given_streams(
+    inline: Sequence[StreamConfig], settings: ArenaSettings, environ: Mapping[str, str]
+) -> Sequence[StreamConfig]:
+    """The streams as they stand in the one place that gives them.
+
+    Raises:
+        ConfigError: Several places give streams, none does, or it can't be read.
+    """
     places = {
         "streams": bool(inline),
         "arena.streams_file": bool(settings.streams_file),
@@ -187,19 +205,11 @@ def resolve_streams(
     given = [place for place, used in places.items() if used]
     if len(given) != 1:
         raise ConfigError(f"streams: found {given or 'none'}, expected exactly one of {list(places)}")
-    streams: Sequence[StreamConfig] = inline
     if settings.streams_file:
-        streams = _from_file(settings.streams_file)
-    elif settings.streams_env:
-        streams = _from_env(settings.streams_env, environ)
-    return check_streams(
-        [
-            msgspec.structs.replace(
-                stream, harness=stream.harness or settings.harness, task_envs={**settings.task_envs, **stream.task_envs}
-            )
-            for stream in streams
-        ]
-    )
+        return _from_file(settings.streams_file)
+    if settings.streams_env:
+        return _from_env(settings.streams_env, environ)
+    return inline
 
 
 def check_streams(streams: Sequence[StreamConfig]) -> tuple[StreamConfig, ...]:

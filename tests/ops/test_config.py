@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from ops.config import RunConfig, apply_override, decode_config, fold_digest, load_config
+from ops.config import RunConfig, apply_override, decode_config, fold_digest, load_config, run_streams
 from schemas.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -108,3 +110,23 @@ def test_only_what_folds_depend_on_changes_their_digest() -> None:
     assert fold_digest(decode_config(tree(run={"steps": 5}, training={"learning_rate": 0.5}))) == base
     assert fold_digest(decode_config(tree(sampling={"slots_per_group": 4}))) != base
     assert fold_digest(decode_config(tree(assembly={"estimator": {"name": "rloo"}}))) != base
+
+
+def test_streams_of_a_file_or_a_variable_become_the_configs_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = '[[streams]]\nname = "s"\nstream_id = "arena-s"\n'
+    (tmp_path / "streams.toml").write_text(listed)
+    monkeypatch.setenv("MY_STREAMS", base64.b64encode(listed.encode()).decode())
+    for name, given in (
+        ("file", f'streams_file = "{tmp_path}/streams.toml"'),
+        ("variable", 'streams_env = "MY_STREAMS"'),
+    ):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(f'[run]\nid = "r"\n[arena]\nurl = "local"\n{given}\n')
+        loaded = load_config(path)
+        assert [stream.stream_id for stream in loaded.streams] == ["arena-s"]
+        assert (loaded.arena.streams_file, loaded.arena.streams_env) == ("", "")
+        again = decode_config(msgspec.to_builtins(loaded))
+        (tmp_path / "streams.toml").unlink(missing_ok=True)
+        assert list(run_streams(again)) == ["s"]
