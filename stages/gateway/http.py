@@ -38,6 +38,7 @@ from stages.gateway.reading import (
     read_request,
     session_token,
 )
+from stages.gateway.relaying import HOP_HEADERS, relay
 from stages.gateway.session import Session
 from stages.gateway.shortcuts import Cut, holds, resumed
 
@@ -53,7 +54,6 @@ _PROTOCOLS: Final[dict[str, Protocol_]] = {
 _COUNT: Final = "/messages/count_tokens"
 _PROBES: Final = frozenset({"/", "/health", "/healthz", "/api/hello"})
 _FORWARDED: Final = "x-headrace-forwarded"
-_HOP_HEADERS: Final = frozenset({"host", "connection", "content-length", "transfer-encoding", "accept-encoding"})
 _UNWATCHED_S: Final = 0.05
 _HIGH_WATER_BYTES: Final = 64 * 1024
 _SSE_HEADERS: Final = [
@@ -111,7 +111,7 @@ class GatewayApp:
             body = await read_body(request, receive, self._settings.limits)
             answer = await _watched(receive, lambda scope: _within(scope, self._online.post(request, path, body)))
             if isinstance(answer, str):
-                await self._forward(answer, request, body, send)
+                await self._forward(answer, request, body, receive, send)
             else:
                 await _send_json(send, 200, to_json(answer))
             return
@@ -119,7 +119,7 @@ class GatewayApp:
         body = await read_body(request, receive, self._settings.limits)
         target = await self._gateway.sessions.resolve(token) if token is not None else None
         if isinstance(target, str):
-            await self._forward(target, request, body, send)
+            await self._forward(target, request, body, receive, send)
             return
         if path == _COUNT:
             exchange = self._parse(protocol, target, body, None)
@@ -210,26 +210,15 @@ class GatewayApp:
             return
         await stream.end(exchange.finish(answers))
 
-    async def _forward(self, address: str, request: Request, body: bytes, send: Send) -> None:
-        """Pass a request on to the gateway that has the session."""
+    async def _forward(self, address: str, request: Request, body: bytes, receive: Receive, send: Send) -> None:
+        """Pass a request on to the gateway that has the session; when the client goes away, that one is told by the connection's end."""
         peers = self._gateway.peers
         if peers is None or _FORWARDED in request.headers:
             raise UnavailableError("the session is between two gateways; try again", retry_after_s=1)
-        headers = {name: value for name, value in request.headers.items() if name not in _HOP_HEADERS}
+        headers = {name: value for name, value in request.headers.items() if name not in HOP_HEADERS}
         target = f"{request.path}?{request.query}" if request.query else request.path
-        try:
-            answer = await peers.forward(address, target, {**headers, _FORWARDED: "1"}, body)
-            shown = [
-                (name.encode("latin-1"), value.encode("latin-1"))
-                for name, value in answer.headers
-                if name.lower() not in _HOP_HEADERS
-            ]
-            await send({"type": "http.response.start", "status": answer.status, "headers": shown})
-            async for part in answer.body:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-        except ConnectionError as error:
-            raise UnavailableError(f"the session's gateway can't be reached: {error}", retry_after_s=1) from error
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        passed_on = peers.forward(address, target, {**headers, _FORWARDED: "1"}, body)
+        await _watched(receive, lambda scope: _within(scope, relay(passed_on, address, send)))
 
     async def _refuse(self, request: Request, error: GatewayError, protocol: Protocol_ | None, send: Send) -> None:
         if isinstance(error, SessionEndedError) and error.http_status == 410 and _retries_gone(request):
