@@ -97,9 +97,9 @@ class RunFolder:
             return False
 
     def write_config(self, config: RunConfig) -> bytes:
-        """Keep the effective config for the workers; its bytes."""
+        """Keep the effective config for the workers, for its owner only: it holds the harnesses' environments; its bytes."""
         data = msgspec.json.format(msgspec.json.encode(config), indent=2)
-        _write(self.config_file, data)
+        write_private(self.config_file, data)
         return data
 
     def read_config(self) -> RunConfig:
@@ -131,7 +131,20 @@ class RunFolder:
             ) from error
 
 
+def write_private(path: Path, data: bytes) -> None:
+    """Write a whole file that only its owner may read (mode 0600), whatever stood there."""
+    part = _part(path)
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    part.replace(path)
+
+
 def _write(path: Path, data: bytes) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = _part(path)
     part.write_bytes(data)
     part.replace(path)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")

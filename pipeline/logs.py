@@ -11,18 +11,26 @@ from typing import Any, Final
 import structlog
 
 _SECRET_KEY: Final = re.compile(
-    r"(token|password|secret|api_?key|authorization|credential|creds|seed_file)$", re.IGNORECASE
+    r"(token|password|passwd|passphrase|secret|api_?key|access_?key|private_?key|authorization|credentials?|creds|seed_file"
+    r"|(?:^|[_\W])(?:pass|pwd|pat|auth|cookie|bearer))$",
+    re.IGNORECASE,
 )
 _SECRET_TEXT: Final = re.compile(
-    r"(?i)(bearer\s+|(?:token|api_?key|password|secret)[\"']?\s*[=:]\s*[\"']?)([^\s\"',}]{4,})"
+    r"(?i)((?:bearer|authorization[\"']?\s*[=:]\s*[\"']?(?:basic|token|digest))\s+"
+    r"|(?:token|api_?key|access_?key|passw(?:or)?d|passphrase|secret)[\"']?\s*[=:]\s*[\"']?)([^\s\"',}]{4,})"
 )
-_URL_USER: Final = re.compile(r"(\w+://)[^/\s@]+@")
+_KNOWN_FORM: Final = re.compile(
+    r"\b(?:sk-[\w-]{16,}|gh[opsur]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|xox[abpr]-[\w-]{10,}"
+    r"|AKIA[A-Z0-9]{12,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+)"
+)
+"""What the keys of well-known services look like, wherever they stand."""
+_URL_USER: Final = re.compile(r"(\w+://)[^/\s]+@")
 MASK: Final = "***"
 
 
 def mask_text(text: str) -> str:
     """The text with what looks like a credential replaced."""
-    return _URL_USER.sub(rf"\1{MASK}@", _SECRET_TEXT.sub(rf"\1{MASK}", text))
+    return _KNOWN_FORM.sub(MASK, _URL_USER.sub(rf"\1{MASK}@", _SECRET_TEXT.sub(rf"\1{MASK}", text)))
 
 
 def is_secret_name(key: str) -> bool:

@@ -85,7 +85,8 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     agent_args: dict[
         str, Any
     ] = {}  # Any: keyword arguments of a user's function, or a verifiers environment's settings
-    """Other runners: further keyword arguments of the function, or the verifiers environment's own settings."""
+    """Other runners: further keyword arguments of the function, or the verifiers environment's own settings. Texts that are called
+    like a secret are shown nowhere (docs/operating.md)."""
     agent_processes: int = 1
     """Other runners: processes that play the stream's episodes, many at a time each."""
     agent_timeout_s: float = 600.0
@@ -110,7 +111,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     llm_protocol: LlmProtocol | None = None
     """None: by the harness key ("claude": anthropic, "codex": responses, else chat completions)."""
     task_envs: dict[str, str] = {}
-    """Environment of the harness; goes before the common one."""
+    """Environment of the harness; goes before the common one. No value of it is shown anywhere."""
     expected_reward_ref: RewardRef | None = None
     """The reward that must score it; another one stops the launch."""
     reward_threshold: float | None = None

@@ -16,7 +16,7 @@ from ops.engines.server_process import free_port
 from ops.local_arena import local_arena_config
 from ops.metrics.serving import serve_metrics
 from ops.nodes.asking import ARENA_KEY, state_bytes
-from ops.run_folder import Endpoints, RunFolder
+from ops.run_folder import Endpoints, RunFolder, write_private
 from ops.running.disk import watch_disk
 from ops.running.plan import arena_process
 from ops.running.site import Site
@@ -109,7 +109,7 @@ async def _start_arena(site: Site, folder: RunFolder, environment: dict[str, str
         served = msgspec.structs.replace(served, host=site.address)
     former = urlsplit(folder.read_endpoints().arena_url).port or 0
     port = served.port or free_port(served.host, former=former)
-    config_file.write_bytes(msgspec.json.encode(msgspec.structs.replace(served, port=port)))
+    write_private(config_file, msgspec.json.encode(msgspec.structs.replace(served, port=port)))
 
     def ready(line: str) -> None:
         url = msgspec.json.decode(line, type=dict[str, object])["url"]

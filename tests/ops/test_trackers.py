@@ -9,6 +9,8 @@ import pytest
 
 from ops.config import RunConfig, load_config
 from ops.redaction import redacted
+from schemas.config import EngineSection
+from schemas.config_arena import StreamConfig
 from stages.training.errors import TrainingError
 from stages.training.trackers import open_tracker
 
@@ -39,8 +41,41 @@ DB_PASSWORD = "hunter3hunter3"
     assert "ghp_" not in text
     assert told["broker"]["url"] == "amqp://***@mq:5672/"
     assert told["broker"]["token_file"] == "/run/secrets/token"
-    assert told["arena"]["task_envs"]["MODE"] == "fast"
+    assert told["arena"]["task_envs"] == {"GITHUB_TOKEN": "***", "MODE": "***"}
     assert told["training"] == redacted(RunConfig())["training"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"judge": {"openaiApiKey": "abc"}}, {"judge": {"openaiApiKey": "***"}}),
+        ({"credentials": {"user": "u", "tries": 3}}, {"credentials": {"user": "***", "tries": 3}}),
+        ({"DB_PASS": "abc", "gh-pat": "abc"}, {"DB_PASS": "***", "gh-pat": "***"}),
+        ({"headers": {"X-Any": "abc"}}, {"headers": {"X-Any": "***"}}),
+        ({"args": ["--api-key", "abc", "--mode", "fast"]}, {"args": ["--api-key", "***", "--mode", "fast"]}),
+        ({"judge": "https://u:p@ss@h/x"}, {"judge": "https://***@h/x"}),
+        ({"text": "use ghp_abcdefghijklmnopqrst now"}, {"text": "use *** now"}),
+        *(
+            (plain, plain)
+            for plain in (
+                {"max_tokens": 5, "answer_key": "solution", "tokenizer": "bpe", "token_budget": 4},
+                {"token_env": "JUDGE_TOKEN", "password_file": "/run/secrets/p", "compass": "north", "author": "me"},
+                {"system": "Say the secret word", "url": "https://h/x?y=1", "pass_threshold": 0.5, "password": ""},
+            )
+        ),
+    ],
+)
+def test_an_agents_settings_are_told_but_for_secrets(settings, told):
+    stream = StreamConfig(name="a", stream_id="a", agent_args=settings)
+    assert redacted(RunConfig(streams=[stream]))["streams"][0]["agent_args"] == told
+
+
+def test_environments_and_keys_of_engines_are_masked():
+    engine = EngineSection(env={"MODE": "fast"}, args=["--api-key", "abc", "--seed", "3"])
+    told = redacted(RunConfig(engine=engine))["engine"]
+    assert told["env"] == {"MODE": "***"}
+    assert told["args"] == ["--api-key", "***", "--seed", "3"]
+    assert told["api_key_env"] == ""
 
 
 def test_a_tracker_that_is_not_known_or_not_installed_is_refused_by_name(tmp_path, monkeypatch):
