@@ -89,9 +89,9 @@ class SessionGatewayRoute:
 
     @asynccontextmanager
     async def resume(self, launched: EpisodeLaunched) -> AsyncGenerator[None]:
-        """A name of this worker's own is restored where it is missing; another's can only be renewed."""
+        """A name of this worker's own is restored where it is missing; another's is renewed, and never removed."""
         endpoint = self._endpoints.get(launched.model_name)
-        async with self._registrations.adopt(launched.model_name, endpoint, shared=endpoint is not None):
+        async with self._registrations.adopt(launched.model_name, endpoint, shared=True):
             yield
 
     async def suspect(self, launched: EpisodeLaunched) -> None:

@@ -4,7 +4,8 @@
                      ▲                                                  │ every minute: renew
                      └──────────── the same name again ◀── confirmed 404┘  (a failed probe is advisory)
 
-Clean-up always runs, is bounded in time, and never hides the error it runs after: its own failure is logged and counted.
+A registration that another worker shares among its own users is only ever renewed here: removing it is that worker's, its
+successor's, or whoever looks for orphans at a start. Clean-up always runs, is bounded in time, and never hides the error it runs after: its own failure is logged and counted.
 Names are a function of the run's label, so those of a killed worker are found and removed at the next start.
 """
 
@@ -62,6 +63,8 @@ class _Entry:
         self.users = 0
         self.standing = False
         self.may_stand = False
+        self.foreign = False
+        """Another worker's: never removed here."""
         self.failed_probes = 0
         self.probed_s = -math.inf
         self.lock = anyio.Lock()
@@ -88,8 +91,8 @@ class Registrations:
 
     @property
     def names(self) -> list[str]:
-        """Names that stand, or may stand, in the Arena."""
-        return [entry.name for entry in self._entries.values() if entry.may_stand]
+        """Names of ours that stand, or may stand, in the Arena."""
+        return [entry.name for entry in self._entries.values() if entry.may_stand and not entry.foreign]
 
     @asynccontextmanager
     async def hold(self, name: str, endpoint: ModelEndpoint, *, shared: bool) -> AsyncGenerator[str]:
@@ -104,7 +107,7 @@ class Registrations:
             ArenaError: It can't be registered; nothing of it is left.
         """
         entry = self._entries.setdefault(name, _Entry(name, endpoint))
-        entry.endpoint = endpoint
+        entry.endpoint, entry.foreign = endpoint, False
         entry.users += 1
         try:
             await self._ensure(entry)
@@ -119,18 +122,20 @@ class Registrations:
         Args:
             name: Its exact name.
             endpoint: To register it again should it be missing; None can only renew it.
-            shared: Keep it after the last user, as `hold` does.
+            shared: Others use it, too. With an endpoint it is ours by now: kept after the last user, as `hold` does. Without one it is
+                another worker's, whose successor may be using it: never removed here.
         """
         entry = self._entries.get(name)
         if entry is None:
             entry = self._entries[name] = _Entry(name, endpoint)
             entry.standing = entry.may_stand = True
+            entry.foreign = shared and endpoint is None
         entry.users += 1
         try:
             await self._probe(entry)
             yield
         finally:
-            await self._leave(entry, keep=shared)
+            await self._leave(entry, keep=shared and not entry.foreign)
 
     async def suspect(self, name: str) -> None:
         """Somebody failed as if this registration were missing: probe it now, unless that was done a moment ago."""
@@ -227,7 +232,8 @@ class Registrations:
             async with entry.lock:
                 if entry.users:
                     return
-                if not entry.may_stand or await self._delete(entry):
+                gone = entry.foreign or not entry.may_stand or await self._delete(entry)
+                if gone and not entry.users:  # somebody may have come while it was removed: it is registered again
                     self._entries.pop(entry.name, None)
 
     async def _delete(self, entry: _Entry) -> bool:

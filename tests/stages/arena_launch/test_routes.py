@@ -95,9 +95,9 @@ async def registrations(client):
     assert registrations.names == []
 
 
-def _route(kind, registrations, client):
+def _route(kind, registrations, client, *, worker="w"):
     return make_route(
-        kind, registrations, client.access, run_label="run-1", worker="w", generation_key=Secret(GENERATION_KEY)
+        kind, registrations, client.access, run_label="run-1", worker=worker, generation_key=Secret(GENERATION_KEY)
     )
 
 
@@ -159,6 +159,25 @@ async def test_what_a_killed_worker_registered_is_restored_for_the_tasks_that_ar
     async with route.resume(launched):
         assert await client.get_model(name) is not None
     assert registrations.counts.restored == 1
+
+
+async def test_a_task_of_a_killed_worker_that_another_takes_over_leaves_the_successor_its_registration(
+    gateway, client, registrations
+) -> None:
+    stream = StreamConfig(name="sums", stream_id="sums")
+    successor = _route(ArenaRoute.SESSION_GATEWAY, registrations, client, worker="launch.1")
+    async with successor.reach(stream, _ticket(gateway)) as access:
+        launched = EpisodeLaunched(
+            group="g1", slot=0, attempt=0, launch_try=0, session="g1-0-0-0", model_name=access.model_name
+        )
+        others = Registrations(client, RegistrationSettings(run_label="run-1"), RegistrationCounts())
+        taking_over = _route(ArenaRoute.SESSION_GATEWAY, others, client, worker="launch.0")
+        taking_over.know(gateway.url)
+        async with taking_over.resume(launched):
+            pass
+        await others.close()
+        assert await client.get_model(access.model_name) is not None
+        assert (await _played(client, access, "openai-loop@1")).status == "DONE"
 
 
 async def test_a_former_tries_own_registration_is_forgotten_and_a_shared_one_kept(

@@ -254,3 +254,37 @@ async def test_an_adopted_registration_is_kept_alive_and_removed_after_its_last_
         async with registrations.adopt(NAME, None):
             with pytest.raises(ArenaNotFoundError):
                 await client.generate_once(NAME)
+
+
+async def test_one_that_keeps_anothers_shared_registration_alive_removes_it_neither_then_nor_at_its_end(
+    start_arena, open_client, endpoint
+) -> None:
+    url = await start_arena()
+    owners, others = await open_client(url), await open_client(url)
+    async with (
+        open_registrations(owners, SETTINGS, sleep=never) as owner,
+        owner.hold(NAME, endpoint, shared=True),
+    ):
+        async with open_registrations(others, SETTINGS, sleep=never) as other:
+            async with other.adopt(NAME, None, shared=True), other.adopt(NAME, None, shared=True):
+                await other.probe()
+            assert await owners.get_model(NAME) is not None
+            async with other.adopt(NAME, None, shared=True):
+                assert other.names == []
+        assert await owners.get_model(NAME) is not None
+        assert (owner.counts.restored, other.counts.failed_cleanups) == (0, 0)
+    assert await owners.get_model(NAME) is None
+
+
+async def test_a_shared_registration_that_was_adopted_before_its_gateway_was_known_is_removed_by_its_owner(
+    start_arena, open_client, endpoint
+) -> None:
+    client = await open_client(await start_arena())
+    await client.register_model(NAME, endpoint, deployment_id="headrace/run-1")
+    async with open_registrations(client, SETTINGS, sleep=never) as registrations:
+        async with registrations.adopt(NAME, None, shared=True), registrations.hold(NAME, endpoint, shared=True):
+            await client.delete_model(NAME)
+            await registrations.probe()
+            assert await client.get_model(NAME) is not None
+        assert registrations.names == [NAME]
+    assert await client.get_model(NAME) is None
