@@ -37,7 +37,7 @@ class Critic:
 
     def __init__(self, network: nn.Module, settings: CriticSettings, placement: Placement) -> None:
         self._network = network
-        self._settings = settings
+        self.settings = settings
         self._placement = placement
         self._parameters = [p for p in network.parameters() if p.requires_grad]
         self._optimizer = make_optimizer(network.parameters(), settings.optimizer)
@@ -64,9 +64,9 @@ class Critic:
             for batch, old_T, return_T in zip(batches, old_values[number], returns[number], strict=True):
                 self._backward(batch, old_T, return_T, tally)
             self._placement.sum_gradients(self._parameters)
-            norm = self._placement.clip(self._parameters, self._settings.optimizer.max_grad_norm)
+            norm = self._placement.clip(self._parameters, self.settings.optimizer.max_grad_norm)
             if math.isfinite(norm):
-                rate = learning_rate(self._settings.optimizer, num_updates_before + made)
+                rate = learning_rate(self.settings.optimizer, num_updates_before + made)
                 set_learning_rate(self._optimizer, rate)
                 self._optimizer.step()
                 made += 1
@@ -80,7 +80,7 @@ class Critic:
         values_T = self.values(batch)
         if not values_T.requires_grad:
             return
-        loss_T, stats = value_loss(values_T, old_T, return_T, batch.loss.loss_mask_T, self._settings.loss)
+        loss_T, stats = value_loss(values_T, old_T, return_T, batch.loss.loss_mask_T, self.settings.loss)
         (loss_T * batch.weight_T).sum().backward()
         tally.add(stats)
 

@@ -76,8 +76,6 @@ class Policy(Protocol):
 class HfPolicy:
     """A causal language model of transformers."""
 
-    layout = "hf"
-
     def __init__(
         self,
         folder: str,
@@ -98,6 +96,7 @@ class HfPolicy:
         self.num_layers = len(blocks)
         self.attention_width = attention_width(self.model)
         self._lora = None if lora is None else LoraModel(self.model, lora, folder)
+        self.layout = "hf" if lora is None else f"lora, alpha {lora.alpha:g}"
         if recompute:
             recompute_activations(self.model)
         self.network = placement.place(PolicyForward(self.model), blocks, trained=True)

@@ -292,12 +292,14 @@ class StepBackend:
         return self._exported[1]
 
     def _settings_hash(self) -> str:
-        """What the saved state depends on: shapes of what is saved and the optimizer's kind."""
-        parts: list[object] = [self._policy.saved_shapes(), "adamw"]
+        """What the saved state depends on: its form and shapes, and what of the optimizer's settings comes back with it. The
+        schedule, the clipping and the losses may change between two starts.
+        """
+        parts: list[object] = [self._policy.saved_shapes(), *_kept_with(self._settings.optimizer)]
         if self._policy.layout != "hf":
             parts.append(self._policy.layout)
         if (critic := self._guides.critic) is not None:
-            parts.append(critic.shapes())
+            parts += [critic.shapes(), *_kept_with(critic.settings.optimizer)]
         return xxhash.xxh3_64_hexdigest(msgspec.json.encode(parts, order="sorted"))
 
     def _state(self) -> dict[str, object]:
@@ -322,6 +324,10 @@ class StepBackend:
         torch.set_rng_state(cast("Tensor", state["rng"]))
         if self._ranks.device.type == "cuda":
             torch.cuda.set_rng_state(cast("Tensor", state["cuda_rng"]), self._ranks.device)
+
+
+def _kept_with(optimizer: OptimizerSettings) -> list[object]:
+    return ["adamw", optimizer.betas, optimizer.eps, optimizer.weight_decay]
 
 
 def _part(state: dict[str, object], name: str) -> dict[str, Any]:  # torch's own types for it are no more precise

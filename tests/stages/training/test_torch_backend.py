@@ -238,3 +238,22 @@ def test_schedules_rise_and_fall_as_told():
     with pytest.raises(ValueError, match="total_updates"):
         OptimizerSettings(schedule="cosine")
     assert not math.isnan(rates[-1])
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "fits"),
+    [
+        ({"optimizer": OptimizerSettings(weight_decay=0.1)}, {"optimizer": OptimizerSettings()}, False),
+        ({"optimizer": OptimizerSettings()}, {"optimizer": OptimizerSettings(betas=(0.9, 0.999))}, False),
+        ({"optimizer": OptimizerSettings(lr=1e-3)}, {"optimizer": OptimizerSettings(lr=1e-4, max_grad_norm=0.5)}, True),
+    ],
+)
+def test_settings_that_come_back_with_a_checkpoint_must_be_those_of_the_config(tmp_path, first, then, fits):
+    trainer = backend(tmp_path, single_rank(), **first)
+    train(trainer, 1, 1)
+    trainer.save_checkpoint(1, 1)
+    if fits:
+        assert backend(tmp_path, single_rank(), **then).resume() == 1
+        return
+    with pytest.raises(CheckpointError, match="other model or optimizer settings"):
+        backend(tmp_path, single_rank(), **then).resume()

@@ -78,6 +78,9 @@ def plan(budget: int):
     return lambda manifest, num_ranks: partition_manifest(manifest, num_ranks, settings).ranks
 
 
+OPTIMIZER = OptimizerSettings(lr=3e-3, weight_decay=0.01, max_grad_norm=0.5, warmup_updates=3)
+
+
 def backend(folder: Path, ranks: Ranks, *, budget: int = 128, loss: LossConfig | None = None, **changes) -> StepBackend:
     """A backend over a tiny policy in `folder/policy`, made if it isn't there."""
     if ranks.rank == 0 and not (folder / "policy" / "config.json").exists():
@@ -86,10 +89,9 @@ def backend(folder: Path, ranks: Ranks, *, budget: int = 128, loss: LossConfig |
     settings = StepSettings(
         model_folder=str(folder / "policy"),
         checkpoint_dir=str(folder / "checkpoints"),
-        optimizer=OptimizerSettings(lr=3e-3, weight_decay=0.01, max_grad_norm=0.5, warmup_updates=3),
         loss=loss or LossConfig(),
         async_checkpoints=False,
-        **changes,
+        **{"optimizer": OPTIMIZER, **changes},
     )
     return plain_backend(settings, plan(budget), ranks)
 
