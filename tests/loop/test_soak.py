@@ -19,7 +19,7 @@ from pipeline.holds import held, read_mark
 MINUTES = float(os.environ.get("HEADRACE_SOAK_MINUTES", "20"))
 LOG_BYTES, PAYLOAD_BYTES = 8_000_000, 16_000_000
 GROWTH = 0.10
-SPARE_BYTES = 24 * 2**20
+SPARE_BYTES = 16 * 2**20
 """Beside that: bounded memories (ended sessions, recorded calls) that fill up in the beginning."""
 SETTINGS = (
     f"broker.max_bytes={LOG_BYTES}",
