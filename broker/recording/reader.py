@@ -5,6 +5,7 @@ Whatever is damaged is named in `damages` and stepped over. Blocking; memory is 
 
 from __future__ import annotations
 
+import glob
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,10 +18,11 @@ import zstandard
 from broker.api import Record
 from broker.errors import PayloadMissingError
 from broker.recording.blocks import MessageBlock, decode_payloads, topic_and_entity
+from broker.recording.errors import NewerRecordingError, NotARecordingError
 from broker.recording.frames import Damage, FramePlace, read_frame
 from broker.recording.header import Header, read_header
 from broker.recording.index import Lookup, MessageEntry, PayloadEntry, entities_of, load_index
-from broker.recording.writer import part_paths
+from broker.recording.writer import part_path, part_paths
 from schemas.payload import INLINE, PayloadRef, check_payload
 from schemas.subjects import matches
 
@@ -32,6 +34,23 @@ class TopicSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: int
     size_bytes: int
+
+
+def _lost_parts(names: Sequence[Path], run: str) -> list[Damage]:
+    """A part that is not there though a later one is: what is in those can't be read."""
+    first, missing = names[0], part_path(names[0], len(names))
+    for later in sorted(first.parent.glob(f"{glob.escape(first.stem)}.[0-9][0-9][0-9][0-9]{first.suffix}")):
+        if later in names:
+            continue
+        try:
+            with later.open("rb") as file:
+                header = read_header(file, str(later))
+        except (NotARecordingError, NewerRecordingError):
+            continue
+        if header.run == run and header.part > len(names):
+            reason = f"this part is not there, {later.name} and what follows it is not read"
+            return [Damage(path=str(missing), offset=0, size_bytes=0, reason=reason)]
+    return []
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +91,7 @@ class Recording:
             self.close()
             raise
         self.header: Final[Header] = headers[0]
+        self.damages.extend(_lost_parts(self._names, self.header.run))
         self.lookup: Final = Lookup(messages, payloads, self._entities)
 
     def _open(
@@ -285,7 +305,7 @@ class Recording:
         found = self._cache.get(number)
         if found is None:
             file, entry = self.lookup.payloads[number]
-            body = self._body(file, entry.place)
+            body = self._payload_body(file, entry)
             found = {} if body is None else decode_payloads(entry.head, body)
             while len(self._cache) >= _PAYLOAD_BLOCKS_KEPT:
                 del self._cache[next(iter(self._cache))]
@@ -294,19 +314,23 @@ class Recording:
 
     def _block(self, number: int) -> MessageBlock | None:
         file, entry = self.lookup.messages[number]
-        body = self._body(file, entry.place)
+        lost = f"sequences {entry.head.first_sequence} to {entry.head.last_sequence} are not read"
+        body = self._body(file, entry.place, lost)
         if body is None:
             return None
         try:
             return MessageBlock(body)
         except (zstandard.ZstdError, msgspec.MsgspecError) as error:
-            self._note(file, entry.place, f"a block can't be decompressed: {error}")
+            self._note(file, entry.place, f"a block can't be decompressed, {lost}: {error}")
             return None
 
-    def _body(self, file: int, place: FramePlace) -> memoryview | None:
+    def _payload_body(self, file: int, entry: PayloadEntry) -> memoryview | None:
+        return self._body(file, entry.place, f"{len(entry.head.ids) // 16} payloads are not read")
+
+    def _body(self, file: int, place: FramePlace, lost: str) -> memoryview | None:
         found = read_frame(self._files[file], place)
         if found is None:
-            self._note(file, place, "a block's checksum is wrong")
+            self._note(file, place, f"a block's checksum is wrong, {lost}")
             return None
         return found[1]
 
@@ -322,5 +346,5 @@ class Recording:
         for number in range(len(self.lookup.messages)):
             self._block(number)
         for file, entry in self.lookup.payloads:
-            self._body(file, entry.place)
+            self._payload_body(file, entry)
         return self.damages

@@ -13,12 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ops.cli.failing import EXIT_USAGE, plain_errors
+from ops.cli.incomplete import tell_soundness
 from ops.cli.output import console, write_json
 from ops.connection import open_run
 from ops.logtools.dead import Letter, LetterState, content, find_letter, letters
 from ops.logtools.dead import drop as drop_letter
 from ops.logtools.dead import retry as retry_letter
 from ops.logtools.plain import Plain, size
+from ops.logtools.soundness import Soundness, soundness
 from ops.logtools.sources import LiveSource, open_source
 from schemas.errors import ConfigError
 from schemas.messages.sampling import DeadDropped, DeadRetry
@@ -37,7 +39,7 @@ def list_letters(
     url: str | None = None,
     json: bool = False,
 ) -> int:
-    """List the dead letters that need somebody.
+    """List the dead letters that need somebody. Exit code 3 when the recording is damaged or messages are missing in it.
 
     Examples:
         headrace dead list
@@ -55,24 +57,29 @@ def list_letters(
         One JSON value.
     """
 
-    async def work() -> list[Letter]:
+    async def work() -> tuple[list[Letter], Soundness]:
         async with open_source(source, url=url) as opened:
-            return await letters(opened, everything=all_)
+            return await letters(opened, everything=all_), soundness(opened)
 
     with plain_errors():
-        found = anyio.run(work)
+        found, sound = anyio.run(work)
     if json:
         write_json([_listed(letter) for letter in found])
-        return 0
+    else:
+        _print_letters(found)
+    return tell_soundness(sound)
+
+
+def _print_letters(found: list[Letter]) -> None:
     screen = console()
     if not found:
         screen.print("no dead letters")
-        return 0
+        return
     if screen.width < _NARROW:
         for letter in found:
             head = Text.assemble((letter.id, "bold"), f"  {letter.state.value}  {letter.topic} {'.'.join(letter.key)}")
             screen.print(head, f"  {letter.error}", sep="\n", no_wrap=True, overflow="ellipsis", markup=False)
-        return 0
+        return
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("id", "state", "message", "reason"):
         table.add_column(name, no_wrap=True)
@@ -82,7 +89,6 @@ def list_letters(
         message = f"{letter.topic} {'.'.join(letter.key)}"
         table.add_row(letter.id, letter.state.value, message, letter.reason, str(letter.attempts), Text(letter.error))
     screen.print(table)
-    return 0
 
 
 def _listed(letter: Letter) -> dict[str, object]:
@@ -117,15 +123,20 @@ def show(
         One JSON value.
     """
 
-    async def work() -> dict[str, Plain]:
+    async def work() -> tuple[dict[str, Plain], Soundness]:
         async with open_source(source, url=url) as opened:
-            return content(await find_letter(opened, letter))
+            return content(await find_letter(opened, letter)), soundness(opened)
 
     with plain_errors():
-        found = anyio.run(work)
+        found, sound = anyio.run(work)
     if json:
         write_json(found)
-        return 0
+    else:
+        _print_letter(found)
+    return tell_soundness(sound)
+
+
+def _print_letter(found: dict[str, Plain]) -> None:
     screen = console()
     screen.print(Text.assemble((str(found["id"]), "bold"), f"  {found['state']}, {found['time']}"))
     screen.print(f"{found['subject']}", markup=False)
@@ -139,7 +150,6 @@ def show(
     screen.print(
         f"headrace dead retry {found['id']}    or    headrace dead drop {found['id']} --reason TEXT", style="dim"
     )
-    return 0
 
 
 @app.command

@@ -87,14 +87,10 @@ def print_summary(found: Summary, console: Console) -> None:
     )
     if found.redactions:
         console.print(f"redacted: {', '.join(found.redactions)}")
-    if not found.closed:
-        console.print("[yellow]not closed by its writer; its index was built again from the blocks[/]")
     if found.missing_payloads:
         console.print(f"[yellow]{found.missing_payloads} payloads were gone before they could be recorded[/]")
-    for first, last in found.gaps:
-        console.print(f"[yellow]gap: sequences {first:,} to {last:,} ({last - first + 1:,} messages)[/]")
-    for damage in found.damages:
-        console.print(Text(f"damaged: {damage}", style="red"))
+    if not found.verified:
+        console.print("only its index was read; --verify reads every block", style="dim")
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("topic")
     table.add_column("messages", justify="right")
@@ -198,5 +194,7 @@ def print_report(report: DiffReport, console: Console, *, limit: int) -> None:
             console.print(f"    … {len(difference.fields) - 8} more fields")
     if report.differences > limit:
         console.print(f"… {report.differences - limit:,} more; --limit shows them")
+    if report.nothing:
+        console.print(Text(f"nothing was compared: {report.nothing}", style="red"))
     for line in report.unfinished:
         console.print(Text(f"unfinished: {line}", style="dim"))

@@ -18,10 +18,12 @@ from broker.embedded import EmbeddedServer
 from broker.recording import Recording
 from broker.settings import ConnectSettings
 from ops.cli.failing import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, plain_errors
+from ops.cli.incomplete import tell_soundness
 from ops.cli.log_views import print_report
 from ops.cli.output import console, progress_bar, write_json
 from ops.logtools.points import parse_stretch
 from ops.logtools.replay import Replay, ReplayFigures, ReplaySettings
+from ops.logtools.soundness import soundness
 from ops.logtools.stage_diffs import diff_stage
 from ops.run_folder import Endpoints, RunFolder
 from ops.stopping import until_stopped
@@ -53,7 +55,8 @@ def replay(
 ) -> int:
     """Publish a recording into a broker again, or run today's code of one stage on it and show what differs.
 
-    With --diff the exit code is 0 when nothing differs and 1 when something does.
+    With --diff the exit code is 0 when nothing differs and 1 when something does or nothing could be compared. It is 3 when
+    the recording is damaged or messages are missing in it: what can be read is published or compared; stderr says what not.
 
     Examples:
         headrace replay q.hrrec --into runs/again
@@ -110,7 +113,8 @@ def replay(
                 write_json(report)
             else:
                 print_report(report, console(), limit=limit)
-            return EXIT_FAILED if report.differences else 0
+            incomplete = tell_soundness(soundness(recording))
+            return EXIT_FAILED if report.differences or not report.compared else incomplete
         if (into is None) == (url is None):
             sys.stderr.write("headrace replay: expected --into FOLDER or --url URL, or --stage STAGE --diff\n")
             return EXIT_USAGE
@@ -125,6 +129,8 @@ def replay(
         )
         target = _Target(into=into, url=url, token_file=token_file, run=run or recording.run)
         figures, stopped = anyio.run(_replay, recording, settings, target, step_by_step, serve, quiet or json)
+        sound = soundness(recording)
+        figures.damages, figures.gaps = sound.damages, sound.gaps
     if json:
         write_json(figures)
     else:
@@ -133,7 +139,8 @@ def replay(
             f"published {figures.published:,} messages and {figures.payloads:,} payloads in {figures.seconds:.2f} s"
             f"{f', {figures.standing:,} stood already' if figures.standing else ''}{gone}"
         )
-    return EXIT_INTERRUPTED if stopped else 0
+    incomplete = tell_soundness(sound)
+    return EXIT_INTERRUPTED if stopped else incomplete
 
 
 class _Target:

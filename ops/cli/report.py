@@ -10,7 +10,9 @@ import msgspec
 from cyclopts import Parameter
 
 from ops.cli.failing import plain_errors
+from ops.cli.incomplete import tell_soundness
 from ops.cli.output import console, write_json
+from ops.logtools.soundness import Soundness, soundness
 from ops.logtools.sources import LiveSource, open_source
 from ops.report.figures import ReportFigures
 from ops.report.gather import gather
@@ -29,6 +31,8 @@ def report(
 ) -> int:
     """Write a run or a recording as one HTML file that needs no network: rewards, staleness, speed, losses, waits, drops, faults.
 
+    Exit code 3 when the recording is damaged or messages are missing in it: what can be read is told.
+
     Examples:
         headrace report
         headrace report runs/quickstart -o quickstart.html
@@ -46,20 +50,20 @@ def report(
         The figures as one JSON object, and no file.
     """
 
-    async def work() -> ReportFigures:
+    async def work() -> tuple[ReportFigures, Soundness]:
         async with open_source(source, url=url) as opened:
             figures = await gather(opened)
             if isinstance(opened, LiveSource) and opened.is_running:
                 now = await run_status(opened.broker, STAGES)
                 figures = msgspec.structs.replace(figures, troubles=now.troubles)
-            return figures
+            return figures, soundness(opened)
 
     with plain_errors(OSError):
-        figures = anyio.run(work)
+        figures, sound = anyio.run(work)
         if json:
             write_json(figures)
-            return 0
+            return tell_soundness(sound)
         output.write_text(page(figures), encoding="utf-8")
     size_kib = output.stat().st_size / 1024
     console().print(f"{output}  {size_kib:,.0f} KiB: run {figures.run}, {figures.account.steps} steps", markup=False)
-    return 0
+    return tell_soundness(sound)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Annotated
 
 import anyio
+import msgspec
 from cyclopts import Parameter
 
 from ops.cli.failing import EXIT_FAILED, plain_errors
+from ops.cli.incomplete import tell_soundness
 from ops.cli.log_views import print_life
 from ops.cli.output import console, write_json
 from ops.logtools.lives import Fate, Life
 from ops.logtools.names import parse_name
+from ops.logtools.soundness import Soundness, soundness
 from ops.logtools.sources import open_source
 from ops.logtools.why import why as tell_why
 
@@ -26,7 +29,7 @@ def why(
 ) -> int:
     """The whole life of a group, an episode, a session, a row or a step: what happened, when, and what it waited for.
 
-    Exit code 1 when the log does not speak of it.
+    Exit code 1 when the log does not speak of it, 3 when the recording is damaged or messages are missing in it.
 
     Examples:
         headrace why g12
@@ -46,12 +49,15 @@ def why(
         One JSON object.
     """
 
-    async def work() -> Life:
+    async def work() -> tuple[Life, Soundness]:
         async with open_source(source, url=url) as opened:
-            return await tell_why(opened, subject)
+            life = await tell_why(opened, subject)
+            sound = soundness(opened)
+            return msgspec.structs.replace(life, damages=sound.damages, gaps=sound.gaps), sound
 
     with plain_errors():
         subject = parse_name(thing)
-        life = anyio.run(work)
+        life, sound = anyio.run(work)
     write_json(life) if json else print_life(life, console())
-    return EXIT_FAILED if life.fate is Fate.UNKNOWN else 0
+    incomplete = tell_soundness(sound)
+    return EXIT_FAILED if life.fate is Fate.UNKNOWN else incomplete

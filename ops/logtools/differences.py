@@ -64,6 +64,12 @@ class DiffReport(msgspec.Struct, frozen=True, kw_only=True):
     differences: int
     changed: list[Difference]
     """All of them, of whatever kind."""
+    nothing: str = ""
+    """Why there was nothing to compare; empty when something was compared."""
+    damages: list[str] = []
+    """What of the recording could not be read on the way."""
+    gaps: list[tuple[int, int]] = []
+    """(first missing, last missing) sequences of the recording."""
     unfinished: list[str] = []
     """What the recording breaks off in: inputs whose output it does not hold, named with what is missing."""
     overrides: list[str] = []

@@ -110,8 +110,13 @@ class _Table:
         self._part.unlink(missing_ok=True)
 
 
-async def export_tables(source: LogSource, folder: Path, tables: Iterable[str] = TABLES) -> dict[str, int]:
+async def export_tables(
+    source: LogSource, folder: Path, tables: Iterable[str] = TABLES, *, problems: list[str] | None = None
+) -> dict[str, int]:
     """Write tables; the number of lines of each.
+
+    Args:
+        problems: takes what could not be written whole, and why.
 
     Raises:
         ConfigError: pyarrow is not installed, or there is no such table.
@@ -125,14 +130,15 @@ async def export_tables(source: LogSource, folder: Path, tables: Iterable[str] =
     except ImportError as error:
         raise ConfigError("tables need pyarrow: pip install 'headrace[tables]'") from error
     await anyio.to_thread.run_sync(lambda: folder.mkdir(parents=True, exist_ok=True))
+    problems = [] if problems is None else problems
     open_tables = {name: _Table(folder, name) for name in wanted}
     try:
         if "episodes" in open_tables:
             await _episodes(source, open_tables["episodes"])
         if "interactions" in open_tables:
-            await _interactions(source, open_tables["interactions"])
+            await _interactions(source, open_tables["interactions"], problems)
         if "rows" in open_tables or "steps" in open_tables:
-            await _steps(source, open_tables.get("steps"), open_tables.get("rows"))
+            await _steps(source, open_tables.get("steps"), open_tables.get("rows"), problems)
     except BaseException:
         for table in open_tables.values():
             table.abandon()
@@ -177,12 +183,15 @@ async def _episodes(source: LogSource, table: _Table) -> None:
         table.add(line)
 
 
-async def _interactions(source: LogSource, table: _Table) -> None:
+async def _interactions(source: LogSource, table: _Table, problems: list[str]) -> None:
+    unread, reason = 0, ""
     async for record in source.read([f"{PREFIX}.{source.run}.interaction.recorded.>"]):
         call = tell(record).message
         if not isinstance(call, InteractionRecorded):
             continue
-        tokens = await _tokens(source, call)
+        tokens, missing = await _tokens(source, call)
+        if missing:
+            unread, reason = unread + 1, reason or missing
         table.add(
             {
                 "session": call.session, "ordinal": call.ordinal, "group": call.session.partition("-")[0],
@@ -199,16 +208,22 @@ async def _interactions(source: LogSource, table: _Table) -> None:
                 "sequence": record.sequence, "time": int(record.unix_time_s * 1e6),
             }
         )  # fmt: skip
+    if unread:
+        calls = "1 interaction has" if unread == 1 else f"{unread:,} interactions have"
+        problems.append(f"{calls} no tokens; the first because {reason}")
 
 
-async def _tokens(source: LogSource, call: InteractionRecorded) -> InteractionTokens | None:
+async def _tokens(source: LogSource, call: InteractionRecorded) -> tuple[InteractionTokens | None, str]:
+    """A call's tokens; without them, why: the columns stay empty, the line stays."""
+    if not call.tokens.size_bytes:
+        return None, ""  # dropped by a redaction rule
     try:
-        return msgspec.msgpack.decode(await source.payload(call.tokens), type=InteractionTokens)
-    except (BrokerError, SchemaError, msgspec.MsgspecError):
-        return None  # collected or damaged: the columns stay empty, the line stays
+        return msgspec.msgpack.decode(await source.payload(call.tokens), type=InteractionTokens), ""
+    except (BrokerError, SchemaError, msgspec.MsgspecError) as error:
+        return None, str(error)
 
 
-async def _steps(source: LogSource, steps: _Table | None, rows: _Table | None) -> None:
+async def _steps(source: LogSource, steps: _Table | None, rows: _Table | None, problems: list[str]) -> None:
     waiting: dict[int, Line] = {}
     generations = Generations()
     async for record in source.read([f"{PREFIX}.{source.run}.step.*.>"]):
@@ -221,7 +236,7 @@ async def _steps(source: LogSource, steps: _Table | None, rows: _Table | None) -
                     "mean_reward": step.mean_reward, "assembled_time": int(record.unix_time_s * 1e6),
                 }  # fmt: skip
                 if rows is not None:
-                    await _rows(source, step, rows)
+                    await _rows(source, step, rows, problems)
             case StepTrained() as trained if not generations.admits(trained.generation):
                 pass
             case StepTrained() as trained if "digest" not in waiting.get(trained.step, {"digest": ""}):
@@ -237,13 +252,12 @@ async def _steps(source: LogSource, steps: _Table | None, rows: _Table | None) -
             steps.add(line)
 
 
-async def _rows(source: LogSource, step: StepAssembled, table: _Table) -> None:
+async def _rows(source: LogSource, step: StepAssembled, table: _Table, problems: list[str]) -> None:
     try:
         manifest = msgspec.msgpack.decode(await source.payload(step.manifest), type=Manifest)
     except (BrokerError, SchemaError, msgspec.MsgspecError) as error:
-        raise ConfigError(
-            f"the manifest of step {step.step} can't be read, so its rows can't be exported: {error}"
-        ) from error
+        problems.append(f"step {step.step} has no rows, its manifest can't be read: {error}")
+        return
     groups: list[int] = manifest.row_group.as_numpy().tolist()
     streams: list[int] = manifest.row_stream.as_numpy().tolist()
     for number, place in enumerate(row_places(manifest)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from broker.errors import BrokerError
@@ -9,9 +11,13 @@ from broker.recording import Recording
 from ops.logtools.facts import GroupFacts
 from ops.logtools.names import Subject
 from ops.logtools.plain import Plain, moment, opened_json, plain
+from ops.logtools.soundness import soundness
 from ops.logtools.sources import tell
 from schemas.errors import SchemaError
 from schemas.messages.rollout import InteractionRecorded, InteractionTokens
+
+_VERIFIED_BYTES: Final = 256 * 1024 * 1024
+"""A recording up to this size is read whole in about a second."""
 
 
 class TopicFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,13 +53,23 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     gaps: list[tuple[int, int]]
     """(first missing, last missing) sequences."""
     damages: list[str]
+    verified: bool
+    """Every block was read: False: damage inside a block is not known yet."""
     closed: bool
     """False: its last writer did not end properly; what can be read is read."""
     redactions: list[str]
 
 
-def summary(recording: Recording) -> Summary:
-    """What a recording holds, from its index."""
+def summary(recording: Recording, *, verify: bool = False) -> Summary:
+    """What a recording holds, from its index.
+
+    Args:
+        verify: read every block, too. A small recording always is.
+    """
+    verify = verify or recording.size_bytes() <= _VERIFIED_BYTES
+    if verify:
+        recording.verify()
+    found = soundness(recording)
     messages = recording.lookup.messages
     first, last = (messages[0][1].head, messages[-1][1].head) if messages else (None, None)
     return Summary(
@@ -76,11 +92,10 @@ def summary(recording: Recording) -> Summary:
             name: TopicFigures(messages=topic.messages, size_bytes=topic.size_bytes)
             for name, topic in recording.topics().items()
         },
-        gaps=[(gap.after_sequence + 1, gap.before_sequence - 1) for gap in recording.gaps()],
-        damages=[
-            f"{found.path}: {found.reason} ({found.size_bytes} bytes at {found.offset})" for found in recording.damages
-        ],
-        closed=recording.complete,
+        gaps=found.gaps,
+        damages=found.damages,
+        verified=verify,
+        closed=found.closed,
         redactions=recording.header.redactions,
     )
 
@@ -120,6 +135,14 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     score: float | None
     error: str
     calls: list[Call]
+
+
+class Episodes(msgspec.Struct, frozen=True, kw_only=True):
+    """What `headrace inspect FILE GROUP --json` prints."""
+
+    episodes: list[Conversation]
+    damages: list[str]
+    gaps: list[tuple[int, int]]
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):

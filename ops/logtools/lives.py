@@ -57,3 +57,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     events: list[Event] = []
     problems: list[str] = []
     """What the log holds about it that can't be read or contradicts itself."""
+    damages: list[str] = []
+    """What of the recording could not be read on the way."""
+    gaps: list[tuple[int, int]] = []
+    """(first missing, last missing) sequences of the recording."""

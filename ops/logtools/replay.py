@@ -61,6 +61,10 @@ class ReplayFigures(msgspec.Struct, kw_only=True):
     missing_payloads: int = 0
     last_recorded_sequence: int = 0
     seconds: float = 0.0
+    damages: list[str] = []
+    """What of the recording could not be read, so that it is not published."""
+    gaps: list[tuple[int, int]] = []
+    """(first missing, last missing) sequences of the recording."""
 
 
 class Replay:

@@ -25,6 +25,7 @@ from ops.logtools.differences import (
     field_differences,
 )
 from ops.logtools.recorded import RecordedGroups, RecordedPayloads, RecordedSessions, recorded_config
+from ops.logtools.soundness import soundness
 from ops.logtools.sources import retried, tell
 from ops.policy_folder import prepare_policy, weights_digest
 from ops.run_folder import RunFolder
@@ -40,7 +41,7 @@ from schemas.messages.sampling import RunStarted
 from schemas.messages.training import Manifest, StepAssembled, StepTrained
 from schemas.payload import PayloadRef
 from schemas.subjects import Topic
-from schemas.topics import EPISODE_ENDED, RUN_STARTED, STEP_ASSEMBLED, STEP_TRAINED, TRAJECTORY_READY
+from schemas.topics import EPISODE_ENDED, GROUP_CLOSED, RUN_STARTED, STEP_ASSEMBLED, STEP_TRAINED, TRAJECTORY_READY
 from stages.assembly.fold import AssemblyFold
 from stages.rewards.map_rewards import RewardSettings, gave_up, map_rewards
 from stages.rewards.transforms import load_rewards
@@ -72,7 +73,11 @@ async def diff_stage(recording: Recording, stage: str, overrides: Sequence[str] 
         compared += 1
         if one.difference is not None:
             found.append(one.difference)
+    sound = soundness(recording)
     return DiffReport(
+        nothing="" if compared else _nothing(recording, stage),
+        damages=sound.damages,
+        gaps=sound.gaps,
         stage=stage,
         recording=str(recording.path),
         run=recording.run,
@@ -82,6 +87,27 @@ async def diff_stage(recording: Recording, stage: str, overrides: Sequence[str] 
         unfinished=unfinished,
         overrides=list(overrides),
     )
+
+
+def _nothing(recording: Recording, stage: str) -> str:
+    """Why nothing was compared: what the stage reads and makes, and how much of it the recording holds."""
+    topics = recording.topics()
+
+    def counted(wanted: Sequence[Topic[Any]]) -> str:
+        return " and ".join(f"{topics[t.name].messages if t.name in topics else 0} {t.name}" for t in wanted)
+
+    read, made = _READS_AND_MAKES[stage]
+    return (
+        f"up to sequence {recording.last_sequence} the recording holds {counted(read)} for the stage to read, and "
+        f"{counted(made)} to hold against what it makes"
+    )
+
+
+_READS_AND_MAKES: Final[Mapping[str, tuple[Sequence[Topic[Any]], Sequence[Topic[Any]]]]] = {
+    "reward": ([EPISODE_ENDED], [TRAJECTORY_READY]),
+    "assembly": ([TRAJECTORY_READY], [GROUP_CLOSED, STEP_ASSEMBLED]),
+    "training": ([STEP_ASSEMBLED], [STEP_TRAINED]),
+}
 
 
 async def diff_reward(recording: Recording, config: RunConfig, unfinished: list[str]) -> AsyncIterator[Compared]:

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+import cyclopts
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -11,6 +12,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from synthetic import SyntheticRun
 
 from broker.recording import Recording
+from ops.cli.dead import app as dead_app
+from ops.cli.export import export
+from ops.cli.inspect import inspect
+from ops.cli.publish import app as publish_app
+from ops.cli.record import record
+from ops.cli.replay import replay
+from ops.cli.schema import schema
+from ops.cli.tap import tap
+from ops.cli.why import why
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +47,29 @@ def recording(recorded):
 async def small():
     """A few groups, nothing goes wrong."""
     return await SyntheticRun(seed=1, num_groups=4, mishaps=False).build()
+
+
+@pytest.fixture(scope="session")
+def app():
+    found = cyclopts.App(name="headrace")
+    for command in (record, replay, inspect, export, why, tap, schema):
+        found.command(command)
+    found.command(dead_app)
+    found.command(publish_app)
+    return found
+
+
+@pytest.fixture
+def headrace(app, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "220")
+
+    def call(*arguments):
+        """Exit code, stdout, stderr."""
+        try:
+            code = app([str(argument) for argument in arguments], result_action="return_value", exit_on_error=True)
+        except SystemExit as ended:
+            code = ended.code
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
