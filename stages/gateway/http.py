@@ -122,8 +122,9 @@ class GatewayApp:
             await self._forward(target, request, body, receive, send)
             return
         if path == _COUNT:
-            exchange = self._parse(protocol, target, body, None)
-            await _send_json(send, 200, to_json({"input_tokens": await self._gateway.count_tokens(exchange.call)}))
+            check_density(body, self._settings.limits)
+            counted = parse_messages(body, self._settings.limits)
+            await _send_json(send, 200, to_json({"input_tokens": await self._gateway.count_tokens(counted)}))
             return
         exchange = self._exchange(protocol, target, body)
         if exchange.call.stream:
@@ -184,7 +185,7 @@ class GatewayApp:
             case "completions":
                 exchange = parse_completion(read)
             case "messages":
-                exchange = MessagesExchange(parse_messages(read, limits, resumes=resumes))
+                exchange = MessagesExchange(parse_messages(read, limits, resumes=resumes, sampled=True))
             case "responses":
                 known = {} if session is None else session.responses
                 request = parse_responses(read, limits, known, resumes=resumes)

@@ -27,9 +27,11 @@ from stages.gateway.conversation import (
 from stages.gateway.errors import GatewayError, InvalidRequestError
 from stages.gateway.protocols.wire import (
     PING_COMMENT,
+    check_format,
     check_size,
     checked_tool,
     decode_body,
+    not_served,
     openai_error,
     refuse_media,
     sse,
@@ -73,6 +75,7 @@ class _Message(msgspec.Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
+    function_call: str | dict[str, object] | None = None
 
 
 class _FunctionSchema(msgspec.Struct):
@@ -126,6 +129,8 @@ class _Body(msgspec.Struct):
     n: int | None = None
     logprobs: bool | None = None
     response_format: _Format | None = None
+    functions: list[object] | None = None
+    function_call: str | dict[str, object] | None = None
 
 
 _decoder: Final = msgspec.json.Decoder(_Body)
@@ -142,6 +147,10 @@ def parse_chat(body: bytes, limits: GatewayLimits, *, resumes: bool = False) -> 
     """
     request = decode_body(_decoder, body)
     check_size(len(request.messages), limits)
+    if request.functions:
+        raise not_served("functions", "send them as tools")
+    if request.function_call is not None:
+        raise not_served("function_call", "send tools and tool_choice")
     choice = request.tool_choice
     requested = Requested(
         max_tokens=positive(
@@ -161,7 +170,9 @@ def parse_chat(body: bytes, limits: GatewayLimits, *, resumes: bool = False) -> 
         logprobs=bool(request.logprobs),
         tool_choice=choice if choice is None or isinstance(choice, str) else (choice.function or _Named()).name,
         parallel_tool_calls=request.parallel_tool_calls,
-        response_format=request.response_format.type if request.response_format else None,
+        response_format=check_format("response_format", request.response_format.type)
+        if request.response_format
+        else None,
     )
     call = Call(
         protocol="chat_completions",
@@ -193,14 +204,25 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _tools(tools: list[_Tool] | None, limits: GatewayLimits) -> tuple[Tool, ...]:
-    functions = [tool.function for tool in tools or () if tool.function is not None]
+    functions = [_function(tool) for tool in tools or ()]
     return tuple(checked_tool(one.name, one.description, one.parameters, limits) for one in functions)
+
+
+def _function(tool: _Tool) -> _FunctionSchema:
+    if tool.type != "function":
+        instead = "describe it as a function, a free-form one by a single string parameter"
+        raise not_served(f"tools of type {tool.type!r}", instead)
+    if tool.function is None:
+        raise InvalidRequestError('tools: expected {"type": "function", "function": {…}}, found no function')
+    return tool.function
 
 
 def _message(message: _Message) -> Message:
     role = _ROLES.get(message.role)
     if role is None:
         raise InvalidRequestError(f"messages: expected a role of {', '.join(_ROLES)}, found {message.role!r}")
+    if message.function_call is not None:
+        raise not_served("messages: function_call", "send the call as tool_calls and its result with role tool")
     return Message(
         role=role,
         texts=_texts(message.content),

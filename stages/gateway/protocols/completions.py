@@ -11,7 +11,7 @@ import msgspec
 from stages.gateway.conversation import Answer, Call, Event, Requested, Text, new_answer_id
 from stages.gateway.errors import GatewayError, InvalidRequestError
 from stages.gateway.protocols.chat import FINISH, positive, stop_strings, usage
-from stages.gateway.protocols.wire import PING_COMMENT, decode_body, openai_error, sse, to_json
+from stages.gateway.protocols.wire import PING_COMMENT, decode_body, not_served, openai_error, sse, to_json
 
 
 class _StreamOptions(msgspec.Struct):
@@ -54,7 +54,9 @@ def parse_completion(body: bytes) -> CompletionExchange:
     request = decode_body(_decoder, body)
     for name in ("echo", "suffix"):
         if getattr(request, name):
-            raise InvalidRequestError(f"{name}: not served; leave it out")
+            raise not_served(name, "leave it out")
+    if request.best_of is not None and request.best_of > (request.n or 1):
+        raise not_served("best_of above n", "ask for n answers and choose among them")
     requested = Requested(
         max_tokens=positive(request.max_tokens) or 16,
         temperature=request.temperature,
@@ -183,5 +185,4 @@ def _logprobs(answer: Answer) -> dict[str, object] | None:
         "tokens": [text for text, _ in answer.token_logprobs],
         "token_logprobs": [logprob for _, logprob in answer.token_logprobs],
         "top_logprobs": None,
-        "text_offset": [],
     }

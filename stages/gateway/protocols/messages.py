@@ -12,7 +12,7 @@ from stages.gateway.conversation import Answer, Call, Message, Requested, ToolCa
 from stages.gateway.errors import InvalidRequestError
 from stages.gateway.matching import parse_object
 from stages.gateway.protocols.chat import positive
-from stages.gateway.protocols.wire import check_size, checked_tool, decode_body, refuse_media, to_json
+from stages.gateway.protocols.wire import check_size, checked_tool, decode_body, not_served, refuse_media, to_json
 from stages.gateway.settings import GatewayLimits
 
 _BILLING: Final = "x-anthropic-billing-header:"
@@ -79,10 +79,11 @@ class _Body(msgspec.Struct):
 _decoder: Final = msgspec.json.Decoder(_Body)
 
 
-def parse_messages(body: bytes, limits: GatewayLimits, *, resumes: bool = False) -> Call:
+def parse_messages(body: bytes, limits: GatewayLimits, *, resumes: bool = False, sampled: bool = False) -> Call:
     """A request's body.
 
     Args:
+        sampled: an answer is sampled, not only its prompt counted.
         resumes: the messages go on after an answer: those before were cut out, and the outer system text with them.
 
     Raises:
@@ -90,6 +91,11 @@ def parse_messages(body: bytes, limits: GatewayLimits, *, resumes: bool = False)
     """
     request = decode_body(_decoder, body)
     check_size(len(request.messages), limits)
+    if sampled and request.messages[-1].role == "assistant":
+        raise not_served(
+            "messages that end with the assistant's (a prefill)",
+            "end with a user's message and ask there for how the answer begins",
+        )
     choice = request.tool_choice
     requested = Requested(
         max_tokens=positive(request.max_tokens),

@@ -26,7 +26,15 @@ from stages.gateway.conversation import (
 from stages.gateway.errors import InvalidRequestError
 from stages.gateway.matching import parse_object
 from stages.gateway.protocols.chat import positive
-from stages.gateway.protocols.wire import check_size, checked_tool, decode_body, refuse_media, to_json
+from stages.gateway.protocols.wire import (
+    check_format,
+    check_size,
+    checked_tool,
+    decode_body,
+    not_served,
+    refuse_media,
+    to_json,
+)
 from stages.gateway.settings import GatewayLimits
 
 _ROLES: Final[dict[str, Role]] = {
@@ -37,6 +45,7 @@ _ROLES: Final[dict[str, Role]] = {
 }
 _SEALED: Final = "hr1:"
 """Before the reasoning inside encrypted_content: ours, and not secret from whoever sampled it."""
+_LOGPROBS: Final = "message.output_text.logprobs"
 _FREE_FORM: Final[dict[str, object]] = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -110,6 +119,9 @@ class _Body(msgspec.Struct):
     include: list[str] | None = None
     text: _TextOptions | None = None
     background: bool | None = None
+    conversation: str | dict[str, object] | None = None
+    prompt: dict[str, object] | None = None
+    top_logprobs: int | None = None
 
 
 _decoder: Final = msgspec.json.Decoder(_Body)
@@ -141,8 +153,7 @@ def parse_responses(
         InvalidRequestError: it can't be used.
     """
     request = decode_body(_decoder, body)
-    if request.background:
-        raise InvalidRequestError("background: not served; leave it out")
+    _check_served(request)
     items = [_Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     check_size(len(items), limits)
     before = _before(request.previous_response_id, previous)
@@ -167,7 +178,9 @@ def parse_responses(
             top_p=request.top_p,
             tool_choice=choice if choice is None or isinstance(choice, str) else choice.name,
             parallel_tool_calls=request.parallel_tool_calls,
-            response_format=request.text.format.type if request.text and request.text.format else None,
+            response_format=check_format("text.format", request.text.format.type)
+            if request.text and request.text.format
+            else None,
         ),
         stream=bool(request.stream),
     )
@@ -179,6 +192,19 @@ def parse_responses(
         sealed="reasoning.encrypted_content" in (request.include or ()),
         instructions=request.instructions,
     )
+
+
+def _check_served(request: _Body) -> None:
+    if request.background:
+        raise not_served("background", "leave it out")
+    if request.conversation is not None:
+        raise not_served("conversation", "send the whole input, or previous_response_id")
+    if request.prompt is not None:
+        raise not_served("prompt", "stored prompts are not kept here: send instructions and input")
+    if request.top_logprobs or _LOGPROBS in (request.include or ()):
+        raise not_served(
+            "log-probs of responses", "ask for them with logprobs at /v1/chat/completions or /v1/completions"
+        )
 
 
 def _before(response_id: str | None, previous: Mapping[str, tuple[Message, ...]]) -> tuple[Message, ...]:

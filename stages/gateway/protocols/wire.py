@@ -112,6 +112,20 @@ def _deeper(value: object, levels: int) -> bool:
     return False
 
 
+def not_served(field: str, instead: str) -> InvalidRequestError:
+    """The error for what is asked and would otherwise be passed over in silence."""
+    return InvalidRequestError(f"{field}: not served; {instead}")
+
+
+def check_format(field: str, kind: str) -> str:
+    """A format of answers, if it is one that a policy gives by itself."""
+    if kind != "text":
+        raise not_served(
+            f"{field} {kind!r}", "answers are sampled without constraints: ask for the format in the prompt"
+        )
+    return kind
+
+
 def refuse_media(kind: str) -> InvalidRequestError:
     """The error for images, sound and files."""
     return InvalidRequestError(f"content of type {kind!r} can't be used: the policy reads text only")

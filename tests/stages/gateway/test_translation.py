@@ -236,3 +236,72 @@ async def test_a_stream_says_what_the_body_says_however_it_was_chunked(text, siz
 
 def _plain(item):
     return {key: value for key, value in item.items() if key not in ("id", "call_id")}
+
+
+USER = [{"role": "user", "content": "hi"}]
+PREFILLED = [*USER, {"role": "assistant", "content": "It is ("}]
+LEGACY_CALL = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+CHAT, TEXTS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT, {"messages": USER, "tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools of type 'custom'"),
+        (CHAT, {"messages": USER, "tools": [{"type": "function", "name": "x"}]}, "tools: expected"),
+        (CHAT, {"messages": USER, "functions": [{"name": "f", "parameters": {}}]}, "functions"),
+        (CHAT, {"messages": USER, "function_call": "auto"}, "function_call"),
+        (CHAT, {"messages": [*USER, LEGACY_CALL, *USER]}, "messages: function_call"),
+        (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format 'json_object'"),
+        (TEXTS, {"prompt": "x", "best_of": 3}, "best_of above n"),
+        (RESPONSES, {"input": "hi", "conversation": "conv_1"}, "conversation"),
+        (RESPONSES, {"input": "hi", "conversation": {"id": "conv_1"}}, "conversation"),
+        (RESPONSES, {"input": "hi", "prompt": {"id": "p"}}, "prompt"),
+        (RESPONSES, {"input": "hi", "include": ["message.output_text.logprobs"]}, "log-probs"),
+        (RESPONSES, {"input": "hi", "top_logprobs": 2}, "log-probs"),
+        (RESPONSES, {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format 'json_schema'"),
+        (MESSAGES, {"messages": PREFILLED, "max_tokens": 9}, "messages that end with the assistant's"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_would_be_passed_over_in_silence_is_a_400(path, body, field, stream):
+    home = house()
+    ticket = await home.gateway.open_session("s")
+    async with home.http(ticket.token) as client:
+        refused = await client.post(path, json=body | {"stream": stream})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
+    assert ("type" in refused.json()) == (path == MESSAGES)
+    assert error["message"].startswith(field)
+    assert home.engine.requests == []
+    assert (await home.gateway.close_session("s")).system_error == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": PREFILLED, "functions": [], "function_call": None, "response_format": {"type": "text"}}),
+        (CHAT, {"messages": [*USER, {"role": "assistant", "content": "x", "function_call": None}, *USER]}),
+        (TEXTS, {"prompt": "x", "best_of": 2, "n": 2}),
+        (RESPONSES, {"input": "hi", "conversation": None, "prompt": None, "top_logprobs": 0, "text": {"verbosity": "low"}}),
+        (RESPONSES, {"input": "hi", "include": ["reasoning.encrypted_content"], "tools": [{"type": "web_search"}]}),
+        (MESSAGES, {"messages": USER, "max_tokens": 9, "output_config": {"format": {"type": "json_schema"}}}),
+        (MESSAGES, {"messages": USER, "max_tokens": 9, "tools": [{"type": "custom", "name": "x", "input_schema": {}}]}),
+        (f"{MESSAGES}/count_tokens", {"messages": PREFILLED}),
+    ],
+)  # fmt: skip
+async def test_what_says_nothing_of_the_answer_is_taken(path, body):
+    home = house()
+    ticket = await home.gateway.open_session("s")
+    async with home.http(ticket.token) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_log_probs_of_completions_hold_no_empty_places():
+    home = house()
+    ticket = await home.gateway.open_session("s")
+    async with home.http(ticket.token) as client:
+        answer = await client.post(TEXTS, json={"prompt": "x", "logprobs": 1})
+    shown = answer.json()["choices"][0]["logprobs"]
+    assert sorted(shown) == ["token_logprobs", "tokens", "top_logprobs"]
