@@ -17,7 +17,10 @@ from typing import Any, Final
 import msgspec
 import msgspec.inspect
 
-from ops.engines.plan import check_engine
+from ops.config_imports import check_imports
+from ops.config_ranges import check_values
+from ops.engines.commands import SERVER_KINDS
+from ops.engines.plan import check_engine, has_servers
 from ops.training_checks import check_training
 from schemas.config import (
     BrokerSection,
@@ -37,7 +40,6 @@ from schemas.config_arena import ArenaSettings, StreamConfig, given_streams, res
 from schemas.errors import ConfigError, InvalidIdError
 from schemas.ids import check_run_id
 from schemas.payload import digest
-from stages.assembly.partition import MicroBatchPacking, OverlongRows, RankBalance
 from stages.assembly.settings import AssemblySettings, check_settings
 from stages.assembly.stall import StallSettings
 from stages.sampling.evaluation import EvaluationStream
@@ -76,8 +78,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     watchdog: WatchdogSection = WatchdogSection()
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, with_imports: bool = True) -> RunConfig:
     """Read, override, check.
+
+    Args:
+        with_imports: the user's functions that it names must be there, too. False where the run's workers may be elsewhere.
 
     Raises:
         ConfigError: the first thing that can't be used.
@@ -94,7 +99,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: expected a run's config, found a topology of nodes: `headrace up` starts its nodes")
     for override in overrides:
         apply_override(tree, override)
-    return _with_streams(decode_config(tree))
+    config = _with_streams(decode_config(tree))
+    if with_imports:
+        check_imports(config.streams, config.engine, config.gateway, assembly_settings(config).user_filters)
+    return config
 
 
 def _with_streams(config: RunConfig) -> RunConfig:
@@ -128,38 +136,13 @@ def check_config(config: RunConfig) -> None:
         check_run_id(config.run.id)
     except InvalidIdError as error:
         raise ConfigError(f"run.id: {error}") from error
-    _at_least("run.steps", config.run.steps, 1)
-    _at_least("run.epochs", config.run.epochs, 1)
-    _at_least("run.max_restarts", config.run.max_restarts, 0)
-    _at_least("sampling.groups_per_step", config.sampling.groups_per_step, 1)
-    _at_least("sampling.slots_per_group", config.sampling.slots_per_group, 1)
-    _at_least("sampling.max_staleness", config.sampling.max_staleness, 0)
+    streams = list(run_streams(config).values())
+    check_values(msgspec.structs.replace(config, streams=streams), "")
+    check_values(assembly_settings(config), "assembly")
     _at_least("sampling.max_concurrent_groups", config.sampling.max_concurrent_groups, config.sampling.groups_per_step)
-    _at_least("rollout.max_new_tokens", config.rollout.max_new_tokens, 1)
     _at_least("rollout.max_context_tokens", config.rollout.max_context_tokens, config.rollout.max_new_tokens + 1)
-    _at_least("rollout.attempts", config.rollout.attempts, 1)
-    _at_least("training.ranks", config.training.ranks, 1)
-    _at_least("training.checkpoint_every_steps", config.training.checkpoint_every_steps, 1)
-    _at_least("run.from_run_max_staleness", config.run.from_run_max_staleness, 0)
-    _at_least("training.max_tokens_per_microbatch", config.training.max_tokens_per_microbatch, 1)
-    _at_least("training.tokens_multiple", config.training.tokens_multiple, 1)
-    _at_least("training.microbatch_multiple", config.training.microbatch_multiple, 1)
-    _at_least("metrics.port", config.metrics.port, 0)
-    _at_least("training.keep_checkpoints", config.training.keep_checkpoints, 1)
-    _one_of("run.stage_processes", config.run.stage_processes, ("together", "apart"))
     _check_retention(config.retention)
-    _one_of("sampling.order", config.sampling.order, ("smallest_next", "quota"))
-    _one_of("engine.swap", config.engine.swap, ("in_place", "recompute", "abort", "drain"))
-    _one_of("gateway.recording", config.gateway.recording, ("strict", "fast"))
-    _one_of("gateway.tool_format", config.gateway.tool_format, ("hermes", "qwen3_coder", "none"))
-    _one_of("gateway.tool_schemas", config.gateway.tool_schemas, ("vllm", "sglang", "openai"))
-    _one_of("gateway.asked_settings", config.gateway.asked_settings, ("override", "honour"))
-    _one_of("reward.export", config.reward.export, ("concat", "individual"))
-    _one_of("reward.shared_tokens", config.reward.shared_tokens, ("first", "all"))
-    _one_of("training.backend", config.training.backend, ("torch", "fsdp2", "megatron", "standin"))
-    _one_of("training.balance", config.training.balance, tuple(RankBalance))
-    _one_of("training.packing", config.training.packing, tuple(MicroBatchPacking))
-    _one_of("training.overlong_rows", config.training.overlong_rows, tuple(OverlongRows))
+    _check_sizes(config)
     check_engine(config.engine)
     if config.run.from_run and config.run.rollout_only:
         raise ConfigError("run.from_run trains from another run's rollouts, run.rollout_only trains nothing: keep one")
@@ -167,10 +150,6 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(
             "loss.proximal = loglinear interpolates between this run's weight versions; rows of another run (run.from_run) "
             "have none of them: expected recompute, reuse_train or none"
-        )
-    if config.rollout.temperature <= 0:
-        raise ConfigError(
-            f"rollout.temperature: expected > 0 (trained calls are sampled), found {config.rollout.temperature}"
         )
     if all(stream.evaluate_every_versions for stream in run_streams(config).values()):
         raise ConfigError("streams: found evaluation streams only, expected one without evaluate_every_versions")
@@ -201,7 +180,23 @@ def _check_retention(retention: RetentionSection) -> None:
             "retention: expected 0 < sampling_resumes_at < sampling_stops_at <= 1 and 0 < purge_above <= 1, found "
             f"sampling_resumes_at = {shares[1]}, sampling_stops_at = {shares[2]}, purge_above = {shares[0]}"
         )
-    _at_least("retention.min_payload_age_s", retention.min_payload_age_s, 0)
+
+
+def _check_sizes(config: RunConfig) -> None:
+    """Sizes that must fit each other."""
+    epoch, groups = config.sampling.epoch_size_groups, config.sampling.groups_per_step
+    if epoch % groups:
+        raise ConfigError(
+            f"sampling.epoch_size_groups: expected 0 or a multiple of sampling.groups_per_step ({groups}), found {epoch}"
+        )
+    heads = config.policy.num_heads
+    if not config.policy.folder and heads % max(1, heads // 2):
+        raise ConfigError(f"policy.num_heads: expected an even number, 1 or 3 (two heads share a key), found {heads}")
+    if config.engine.count is not None and not has_servers(config.engine):
+        raise ConfigError(
+            f"engine.count: is for servers, and engine.kind = {config.engine.kind.value} has none: expected engine.kind = "
+            f"{' or '.join(SERVER_KINDS)}, or no engine.count"
+        )
 
 
 def run_streams(config: RunConfig) -> dict[str, StreamConfig]:
@@ -386,10 +381,3 @@ def _convert(tree: Mapping[str, Any], kind: type[Any], path: str) -> Any:
 def _at_least(path: str, value: float | None, least: int) -> None:
     if value is not None and value < least:
         raise ConfigError(f"{path}: expected at least {least}, found {value}")
-
-
-def _one_of(path: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        close = difflib.get_close_matches(value, allowed, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"{path}: expected one of {', '.join(allowed)}, found {value!r}{hint}")

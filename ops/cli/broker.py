@@ -130,13 +130,13 @@ def show(config: str, /, *, set_: Overrides = None) -> int:
         Override one setting, a.b=value. May be repeated.
     """
     with plain_errors():
-        write_json(declared_topology(load_config(config, set_ or ())))
+        write_json(declared_topology(load_config(config, set_ or (), with_imports=False)))
     return 0
 
 
 def _run(config: str, overrides: list[str] | None, work: object) -> int:
     with plain_errors():
-        loaded = load_config(config, overrides or ())
+        loaded = load_config(config, overrides or (), with_imports=False)
         return anyio.run(work, loaded)  # pyright: ignore[reportArgumentType] - one of the functions above
 
 

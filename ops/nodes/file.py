@@ -178,7 +178,7 @@ def load_cluster(path: str | Path, *, overrides: Sequence[str] = (), addresses: 
         raise ConfigError(f"--address {unknown[0]}=…: expected a node of {_names(file.nodes)}")
     nodes = [msgspec.structs.replace(node, address=addresses.get(node.name, node.address)) for node in file.nodes]
     file = msgspec.structs.replace(file, nodes=nodes)
-    config = load_config(place.parent / file.config, [*file.set, *overrides])
+    config = load_config(place.parent / file.config, [*file.set, *overrides], with_imports=False)
     check_topology(file, config)
     return Cluster(path=place, file=file, config=with_broker(file, config, place.parent))
 
