@@ -48,6 +48,8 @@ class RunFolder:
         self.checkpoints: Final = self.path / "checkpoints"
         self.policy: Final = self.path / "policy"
         self.cache: Final = self.path / "cache"
+        self.progress: Final = self.path / "progress"
+        """A file of each process that is started again when it dies: touched when it has done something."""
 
     def create(self) -> None:
         """Make the folder.
@@ -56,7 +58,7 @@ class RunFolder:
             RunFolderError: it can't be written.
         """
         try:
-            for folder in (self.path, self.logs, self.weights, self.checkpoints, self.cache):
+            for folder in (self.path, self.logs, self.weights, self.checkpoints, self.cache, self.progress):
                 folder.mkdir(parents=True, exist_ok=True)
             probe = self.path / ".writable"
             probe.write_bytes(b"")

@@ -33,7 +33,9 @@ class RunSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stage_processes: str = "together"
     """`together`: the light stages share one process; `apart`: each has a process of its own."""
     max_restarts: int = 5
-    """A process that died more often than this within a minute is given up, and the run ends with its last lines."""
+    """A process that died more often than this within a minute, or so often in a row without having done anything, is given up, and the
+    run ends with its last lines. One that fails for its settings is given up at once.
+    """
     post_exit: str = ""
     """Shell command that runs when all processes of the run are gone, however it ended; LOG_DIR names the folder of its
     logs. It has 600 s; its failure is logged and changes nothing. Short: `--post-exit`.

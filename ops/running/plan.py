@@ -48,6 +48,7 @@ def worker_process(
         env=environment,
         log_file=str(folder.logs / f"{worker.name}.log"),
         stop_deadline_s=7.0,
+        progress_file=str(folder.progress / worker.name),
         restart=RestartPolicy(max_restarts=config.run.max_restarts),
     )
 
@@ -72,6 +73,7 @@ def trainer_process(
         argv=argv,
         env={**environment, "OMP_NUM_THREADS": str(config.training.threads)},
         log_file=str(folder.logs / "trainer.log"),
+        progress_file=str(folder.progress / "trainer"),
         finishes=True,
         restart=RestartPolicy(max_restarts=max(8, config.run.max_restarts), window_s=120.0),
     )

@@ -26,12 +26,18 @@ EXIT_GIVEN_UP: Final = 78
 """A process that ends with this says that starting it again won't help (EX_CONFIG of sysexits.h)."""
 
 
+PROGRESS_ENV: Final = "HEADRACE_PROGRESS_FILE"
+"""Where a process leaves signs of its progress, see `ProcessSpec.progress_file`."""
+
+
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """When a process that ended is started again."""
 
     max_restarts: int = 5
-    """Restarts within `window_s` after which the process is given up."""
+    """Restarts within `window_s`, or in a row without progress however far apart, after which the process is given up."""
     window_s: float = 60.0
+    settled_s: float = 3600.0
+    """A process that lived for so long made progress, whatever its file says."""
     first_delay_s: float = 0.2
     max_delay_s: float = 10.0
 
@@ -53,6 +59,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     stop_deadline_s: float = 8.0
     serves_others: bool = False
     """Stopped only when all that don't are gone: they may still need it to clean up."""
+    progress_file: str = ""
+    """Written by the process whenever it has done something that lasts; empty: having lived for `window_s` counts as that."""
     finishes: bool = False
     """Exit code 0 means that its work is done, not that it must be started again."""
 
@@ -90,10 +98,13 @@ class SupervisedProcess:
         """Start, watch and restart until `stop`, or until it finished.
 
         Raises:
-            ProcessGivenUpError: it died too often.
+            ProcessGivenUpError: it died too often, or again and again without having done anything, or it said that starting it
+                again won't help.
         """
         deaths: deque[float] = deque()
+        num_fruitless = 0
         while not self._stopping:
+            started_s, stood = self._now(), self._progress()
             code = await self._run_once()
             if self._stopping:
                 return
@@ -107,7 +118,10 @@ class SupervisedProcess:
             while deaths and deaths[0] < self._now() - policy.window_s:
                 deaths.popleft()
             if len(deaths) > policy.max_restarts:
-                raise ProcessGivenUpError(self._obituary(code, len(deaths)))
+                raise ProcessGivenUpError(self._obituary(code, len(deaths), f"within {policy.window_s:g} s"))
+            num_fruitless = 1 if self._was_fruitful(started_s, stood) else num_fruitless + 1
+            if num_fruitless > policy.max_restarts:
+                raise ProcessGivenUpError(self._obituary(code, num_fruitless, "in a row without any progress"))
             delay_s = min(policy.max_delay_s, policy.first_delay_s * 2 ** (len(deaths) - 1))
             log.warning(
                 "a process died and is started again", name=self.spec.name, exit=_exit_text(code), delay_s=delay_s
@@ -152,7 +166,13 @@ class SupervisedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if spec.waits_for_ready else sink,
                 stderr=sink,
-                env={**os.environ, "HEADRACE_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1", **spec.env},
+                env={
+                    **os.environ,
+                    "HEADRACE_PARENT_PID": str(os.getpid()),
+                    "PYTHONUNBUFFERED": "1",
+                    PROGRESS_ENV: spec.progress_file,
+                    **spec.env,
+                },
                 start_new_session=True,
             )
             self._process = process
@@ -203,11 +223,24 @@ class SupervisedProcess:
             self._on_ready(line.split(b"\n", 1)[0].decode("utf-8", errors="replace"))
         self.ready.set()
 
-    def _obituary(self, code: int, deaths: int) -> str:
+    def _progress(self) -> int:
+        """What changes with each sign of progress."""
+        try:
+            return Path(self.spec.progress_file).stat().st_mtime_ns if self.spec.progress_file else 0
+        except OSError:
+            return 0
+
+    def _was_fruitful(self, started_s: float, stood: int) -> bool:
+        """Whether the process that has just ended did anything: then what ended it is no error of every start."""
+        policy = self.spec.restart
+        enough_s = policy.settled_s if self.spec.progress_file else policy.window_s
+        return self._progress() != stood or self._now() - started_s >= enough_s
+
+    def _obituary(self, code: int, deaths: int, when: str = "") -> str:
         lines = "\n  ".join(self.last_lines()) or "(no output)"
         end = f"({_exit_text(code)})"
         if deaths > 1:
-            end = f"{deaths} times within {self.spec.restart.window_s:g} s (last: {_exit_text(code)})"
+            end = f"{deaths} times {when} (last: {_exit_text(code)})"
         return f"{self.spec.name} ended {end}. Its last lines:\n  {lines}"
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
+from typing import Final
 
 import anyio
 import anyio.to_thread
@@ -21,16 +23,23 @@ from ops.metrics.serving import serve_metrics
 from ops.nodes.ranks import RanksGivenUpError
 from ops.run_folder import RunFolder
 from ops.stopping import until_stopped
-from ops.supervise.process import EXIT_GIVEN_UP
+from ops.supervise.process import EXIT_GIVEN_UP, PROGRESS_ENV
 from ops.tracing import tracing_of
 from ops.wiring import run_service
 from ops.workers.context import WorkerContext
 from ops.workers.last_resort import end_in_any_case
 from ops.workers.slots import claim_slot
 from pipeline.logs import set_up_logs
+from pipeline.metrics import WorkerReport
 from pipeline.presence import PresenceLease
+from schemas.errors import ConfigError
+from stages.training.errors import OtherSettingsError
 
 log = structlog.get_logger("headrace.worker")
+
+_PROGRESS_PERIOD_S: Final = 0.5
+PERMANENT: Final = (ConfigError, EngineGivenUpError, RanksGivenUpError, OtherSettingsError)
+"""What no other start of the same process can mend."""
 
 PARENT_ENV = "HEADRACE_PARENT_PID"
 EXIT_DRAINED = 128 + signal.SIGTERM
@@ -72,6 +81,8 @@ async def _serve(context: WorkerContext, stages: Sequence[str]) -> bool:
         background.start_soon(presence.keep)
         background.start_soon(context.announce_reports)
         background.start_soon(context.broker.follow_shares)
+        if place := os.environ.get(PROGRESS_ENV):
+            background.start_soon(say_progress, context.reports, Path(place))
         if config.metrics.port:
             background.start_soon(serve_metrics, config.metrics, stages[0], context.reports)
         async with anyio.create_task_group() as services:
@@ -89,6 +100,20 @@ async def _present(context: WorkerContext, stages: Sequence[str]) -> AsyncGenera
     with claim_slot(context.folder.path / "workers", name, host=context.endpoints.node or None) as slot:
         name = slot.name.removeprefix("presence.")
         yield PresenceLease(context.broker, name, stages, now=context.now, node=context.endpoints.node)
+
+
+async def say_progress(reports: Callable[[], Sequence[WorkerReport]], place: Path) -> None:
+    """Touch a file whenever more messages of this process stand on the log, for ever: a process that only dies leaves no such sign."""
+    told = 0
+    while True:
+        published = sum(report.published for report in reports())
+        if published != told:
+            told = published
+            try:
+                place.write_text(f"{published}\n")  # noqa: ASYNC240 - a few bytes
+            except OSError as error:
+                log.warning("progress could not be noted", reason=str(error))
+        await anyio.sleep(_PROGRESS_PERIOD_S)
 
 
 def _drain(context: WorkerContext) -> None:
@@ -118,17 +143,19 @@ def worker_main(
     try:
         done = anyio.run(run_worker, stages, RunFolder(run_dir), engine, port, backend_options={"use_uvloop": True})
     except BaseExceptionGroup as group:
-        for error in _leaves(group):
+        errors = _leaves(group)
+        for error in errors:
             log.exception("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
-        return (
-            EXIT_GIVEN_UP
-            if any(isinstance(error, EngineGivenUpError | RanksGivenUpError) for error in _leaves(group))
-            else 1
-        )
+        return exit_code(errors)
     except Exception as error:
         log.exception("worker failed", error=f"{type(error).__name__}: {error}")
-        return 1
+        return exit_code([error])
     return EXIT_DRAINED if {"trainer", "ranks"} & set(stages) and not done else 0
+
+
+def exit_code(errors: Sequence[BaseException]) -> int:
+    """How a process ends that failed: whether it is worth starting it again."""
+    return EXIT_GIVEN_UP if any(isinstance(error, PERMANENT) for error in errors) else 1
 
 
 def _leaves(group: BaseExceptionGroup) -> list[BaseException]:

@@ -19,7 +19,9 @@ from ops.workers.turns import turn_settings
 from pipeline.lease import HeldLease
 from pipeline.metrics import worker_name
 from pipeline.turns import TurnTaker
+from schemas.errors import ConfigError
 from schemas.topics import RUN_STARTED
+from stages.training.errors import CheckpointError, CollectiveError, TrainingError
 from stages.training.loop import FollowerLease, LoopSettings, TrainerLoop
 from stages.training.metric_sinks import MetricSink
 from stages.training.ports import TrainerBackend
@@ -42,8 +44,9 @@ async def run_trainer(context: WorkerContext) -> None:
     if rank == 0:
         lease = HeldLease(context.broker, LEASE_KEY, worker_name(), config.training.lease_s, now=context.now)
     backends = open_backend(config, context.folder)
-    backend = await anyio.to_thread.run_sync(backends.__enter__)
-    sinks = open_sinks(config, context.folder) if rank == 0 else ()
+    with settings_errors():
+        backend = await anyio.to_thread.run_sync(backends.__enter__)
+        sinks = open_sinks(config, context.folder) if rank == 0 else ()
     try:
         if lease is not None:
             await lease.acquire()
@@ -109,6 +112,21 @@ def _pruner(context: WorkerContext, lease: HeldLease) -> Callable[[int], Awaitab
         )
 
     return after
+
+
+@contextmanager
+def settings_errors() -> Generator[None]:
+    """What a trainer can't begin with is an error of the settings: starting it again changes nothing.
+
+    Raises:
+        ConfigError: for a TrainingError that is neither of the other ranks nor of a checkpoint's files.
+    """
+    try:
+        yield
+    except (CollectiveError, CheckpointError):
+        raise
+    except TrainingError as error:
+        raise ConfigError(str(error)) from error
 
 
 def open_sinks(config: RunConfig, folder: RunFolder) -> Sequence[MetricSink]:

@@ -11,3 +11,7 @@ class CollectiveError(TrainingError):
 
 class CheckpointError(TrainingError):
     """A checkpoint is partial, corrupt or of another model."""
+
+
+class OtherSettingsError(CheckpointError):
+    """A checkpoint was written with other model or optimizer settings: no other start of this trainer can read it."""

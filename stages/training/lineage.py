@@ -19,7 +19,7 @@ import structlog
 
 from stages.training import checkpoints
 from stages.training.checkpoints import CheckpointRecord
-from stages.training.errors import CheckpointError
+from stages.training.errors import CheckpointError, OtherSettingsError
 
 log = structlog.get_logger("headrace.trainer")
 
@@ -62,7 +62,7 @@ def newest_whole(root: Path, settings_hash: str) -> Kept | None:
     none of the line is whole, one of a superseded line is taken.
 
     Raises:
-        CheckpointError: It belongs to other settings.
+        OtherSettingsError: It belongs to other settings.
     """
     line = standing(root)
     names = {one.folder for one in line}
@@ -77,7 +77,7 @@ def newest_whole(root: Path, settings_hash: str) -> Kept | None:
             log.warning("checkpoint is damaged: using the one before it", checkpoint=one.folder.name, reason=str(error))
             continue
         if record.settings_hash != settings_hash:
-            raise CheckpointError(
+            raise OtherSettingsError(
                 f"{one.folder} was written with other model or optimizer settings (hash {record.settings_hash}, now "
                 f"{settings_hash}): put them back, or start in another run folder"
             )

@@ -96,3 +96,68 @@ async def test_a_process_that_never_says_it_is_ready_is_given_up(tmp_path: Path)
 async def test_a_clean_exit_of_a_service_counts_as_a_death(tmp_path: Path) -> None:
     with pytest.raises(ProcessGivenUpError, match="exit code 0"):
         await SupervisedProcess(spec(tmp_path, "pass")).run()
+
+
+class Clock:
+    """Each look at it is so much later than the one before."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+async def test_a_process_that_only_dies_is_given_up_however_slowly_it_does(tmp_path: Path) -> None:
+    code = "import sys; print('no such step', file=sys.stderr); sys.exit(1)"
+    slow = spec(tmp_path, code, progress_file=str(tmp_path / "progress"))
+    process = SupervisedProcess(slow, now=Clock(300.0))
+    with pytest.raises(
+        ProcessGivenUpError, match=r"ended 3 times in a row without any progress .*exit code 1"
+    ) as caught:
+        await process.run()
+    assert process.num_restarts == 2
+    assert "no such step" in str(caught.value)
+
+
+async def test_deaths_between_which_something_was_done_are_not_counted_together(tmp_path: Path) -> None:
+    progress, starts = tmp_path / "progress", tmp_path / "starts"
+    code = f"""
+import os, pathlib, sys
+starts, progress = pathlib.Path({str(starts)!r}), pathlib.Path(os.environ["HEADRACE_PROGRESS_FILE"])
+number = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("." * (number + 1))
+if number == 8:
+    sys.exit(0)
+if number % 2:
+    progress.write_text(str(number))
+    os.utime(progress, (number, number))
+sys.exit(1)
+"""
+    process = SupervisedProcess(spec(tmp_path, code, progress_file=str(progress), finishes=True), now=Clock(300.0))
+    await process.run()
+    assert process.finished.is_set()
+    assert process.num_restarts == 8
+
+
+async def test_having_lived_for_long_counts_as_progress_where_nothing_else_tells(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    code = f"""
+import pathlib, sys
+starts = pathlib.Path({str(starts)!r})
+number = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("." * (number + 1))
+sys.exit(0 if number == 5 else 1)
+"""
+    process = SupervisedProcess(spec(tmp_path, code, finishes=True), now=Clock(61.0))
+    await process.run()
+    assert process.num_restarts == 5
+
+
+async def test_a_process_that_says_it_is_no_use_is_not_started_again(tmp_path: Path) -> None:
+    process = SupervisedProcess(spec(tmp_path, "raise SystemExit(78)"))
+    with pytest.raises(ProcessGivenUpError, match=r"worker ended \(exit code 78\)"):
+        await process.run()
+    assert process.num_restarts == 0
