@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from typing import Final
 
@@ -20,9 +20,10 @@ from schemas.config_arena import ArenaSettings, StreamConfig
 from schemas.messages.rollout import EpisodeLaunched, SessionClosed
 from stages.arena_launch.polling import Pace, Pause, pause
 from stages.arena_launch.ports import Access, Arena, Ending, Episode, RewardCheck, Route, TryLog
-from stages.clients.arena.classify import LAUNCH_REFUSED, LOCAL_WAIT_CANCELLED, LOCAL_WAIT_TIMEOUT
+from stages.clients.arena.classify import LAUNCH_REFUSED, LOCAL_WAIT_CANCELLED, LOCAL_WAIT_TIMEOUT, POLL_REFUSED
 from stages.clients.arena.client import Launch
 from stages.clients.arena.errors import (
+    ArenaAuthError,
     ArenaBusyError,
     ArenaContractError,
     ArenaError,
@@ -35,6 +36,10 @@ from stages.clients.arena.retry import pause_s
 from stages.clients.arena.wire import TaskResult
 
 log = structlog.get_logger("headrace.launch")
+
+_AUTH_LOOKS: Final = 30
+"""Looks in a row at a running task that may be refused for our credentials: with their pauses about five minutes. A token that is being
+exchanged must not lose tasks that go on running."""
 
 
 class ArenaRunner:
@@ -67,8 +72,14 @@ class ArenaRunner:
 
     @asynccontextmanager
     async def play(self, episode: Episode, log: TryLog, over: anyio.Event) -> AsyncGenerator[Ending]:
-        async with self._route.reach(episode.stream, episode.ticket) as access:
-            yield await self._play(episode, access, log, over)
+        async with AsyncExitStack() as stack:
+            try:
+                access = await stack.enter_async_context(self._route.reach(episode.stream, episode.ticket))
+            except ArenaFatalError as error:
+                ending = Ending(status=LAUNCH_REFUSED, error=str(error))
+            else:
+                ending = await self._play(episode, access, log, over)
+            yield ending
 
     @asynccontextmanager
     async def take_over(
@@ -124,27 +135,45 @@ class ArenaRunner:
         started_s = anyio.current_time()
         timeout_s = self._settings.task_timeout_s
         unit = zlib.crc32(task_id.encode()) / 2**32
-        away = ""
+        away, refused = "", 0
         while (age_s := anyio.current_time() - started_s) < timeout_s:
-            due_s = anyio.current_time() + min(self._pace.wait_s(stream.name, age_s, unit), timeout_s - age_s)
+            wait_s = self._pace.wait_s(stream.name, age_s, unit)
+            if refused:
+                wait_s = max(wait_s, pause_s(refused - 1, None, datetime.now(UTC)))
+            due_s = anyio.current_time() + min(wait_s, timeout_s - age_s)
             await self._pause(due_s - anyio.current_time(), over)
             if over.is_set():
                 return Ending(status=LOCAL_WAIT_CANCELLED, error="its group is closed")
             self._pace.looked(anyio.current_time() - due_s)
             try:
                 result = await self._arena.task_result(task_id)
-            except ArenaNotFoundError as error:
-                return Ending(status="NOT_FOUND", error=str(error))
-            except ArenaContractError as error:
-                return Ending(status="CONTRACT", error=str(error))
+            except ArenaAuthError as error:
+                away, refused = str(error), refused + 1
+                if refused >= _AUTH_LOOKS:
+                    return Ending(status=POLL_REFUSED, error=f"{error}; refused {refused} times in a row")
+                continue
             except ArenaRetryableError as error:
                 away = str(error)
                 continue
+            except ArenaFatalError as error:
+                return Ending(status=_status_of(error), error=str(error))
+            away, refused = "", 0
             if result.terminal:
                 self._pace.ended(stream.name, anyio.current_time() - started_s)
                 return Ending(status=result.status, result=result)
         reason = f"task {task_id} had no terminal result within {timeout_s:g} s"
         return Ending(status=LOCAL_WAIT_TIMEOUT, error=f"{reason}; {away}" if away else reason)
+
+
+def _status_of(error: ArenaFatalError) -> str:
+    """What the audit calls the end of a task whose result can't be had."""
+    match error:
+        case ArenaNotFoundError():
+            return "NOT_FOUND"
+        case ArenaContractError():
+            return "CONTRACT"
+        case _:
+            return POLL_REFUSED
 
 
 def _launch_of(episode: Episode, access: Access) -> Launch:

@@ -7,7 +7,7 @@ import msgspec
 from schemas.messages.rollout import EpisodeClass, EpisodeEnded, EpisodeLaunched, SessionClosed
 from schemas.messages.sampling import EpisodeRequested
 from stages.arena_launch.ports import Ending
-from stages.clients.arena.classify import LOCAL_WAIT_CANCELLED, EpisodeFacts, classify
+from stages.clients.arena.classify import LAUNCH_REFUSED, LOCAL_WAIT_CANCELLED, EpisodeFacts, classify
 from stages.clients.arena.errors import ERROR_TEXT_LIMIT
 from stages.clients.arena.receipts import read_receipt
 
@@ -65,7 +65,7 @@ def outputs(
     return [end, msgspec.structs.replace(requested, attempt=requested.attempt + 1)] if again else [end]
 
 
-def ended_without_try(requested: EpisodeRequested, *, status: str, error: str) -> EpisodeEnded:
+def ended_without_try(requested: EpisodeRequested, *, status: str, error: str, final: bool = True) -> EpisodeEnded:
     """The end of a request that was never launched: its slot ends, so that its group can close."""
     return EpisodeEnded(
         group=requested.group,
@@ -76,8 +76,17 @@ def ended_without_try(requested: EpisodeRequested, *, status: str, error: str) -
         tags=requested.tags,
         session="",
         outcome=EpisodeClass.SYSTEM,
-        final=True,
+        final=final,
         status=status,
         error=error[:ERROR_TEXT_LIMIT],
         evaluation=requested.evaluation,
     )
+
+
+def refused_without_try(
+    requested: EpisodeRequested, error: str, *, attempts: int
+) -> list[EpisodeEnded | EpisodeRequested]:
+    """A request that the Arena refused before anything was launched; within the budget also the next attempt's request."""
+    again = requested.attempt + 1 < attempts
+    end = ended_without_try(requested, status=LAUNCH_REFUSED, error=error, final=not again)
+    return [end, msgspec.structs.replace(requested, attempt=requested.attempt + 1)] if again else [end]

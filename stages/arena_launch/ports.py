@@ -113,7 +113,11 @@ class EpisodeRunner(Protocol):
     """
 
     async def refusal(self, stream: StreamConfig) -> str:
-        """Why nothing of this stream may be started; empty: nothing speaks against it."""
+        """Why nothing of this stream may be started; empty: nothing speaks against it.
+
+        Raises:
+            ArenaError: it could not be found out.
+        """
         ...
 
     def play(self, episode: Episode, log: TryLog, over: anyio.Event) -> AbstractAsyncContextManager[Ending]:

@@ -28,9 +28,10 @@ from schemas.messages.rollout import EpisodeAccepted, EpisodeEnded, EpisodeLaunc
 from schemas.messages.sampling import EpisodeRequested
 from schemas.topics import EPISODE_ENDED, EPISODE_REQUESTED
 from stages.arena_launch.groups import ClosedGroups
-from stages.arena_launch.outcome import TryEnd, ended_without_try, outputs
+from stages.arena_launch.outcome import TryEnd, ended_without_try, outputs, refused_without_try
 from stages.arena_launch.ports import Ending, Episode, EpisodeRunner, LaunchLog, LaunchTry, Sessions
 from stages.clients.arena.classify import LAUNCH_REFUSED, LOCAL_WAIT_CANCELLED
+from stages.clients.arena.errors import ArenaFatalError
 
 log = structlog.get_logger("headrace.launch")
 
@@ -114,7 +115,11 @@ async def _attempt(
             await _disown(latest, ports)
         if group_closed.is_set():
             return [ended_without_try(requested, status=LOCAL_WAIT_CANCELLED, error="its group is closed")]
-        if refusal := await ports.runner.refusal(stream):
+        try:
+            refusal = await ports.runner.refusal(stream)
+        except ArenaFatalError as error:
+            return refused_without_try(requested, str(error), attempts=ports.settings.attempts)
+        if refusal:
             return [ended_without_try(requested, status=LAUNCH_REFUSED, error=refusal)]
         if not await _weights_serve(requested.min_version, group_closed, ports):
             return [ended_without_try(requested, status=LOCAL_WAIT_CANCELLED, error="its group is closed")]

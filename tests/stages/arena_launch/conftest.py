@@ -35,6 +35,7 @@ class World:
         self.closed: dict[str, dict] = {}
         self.receipts: list = []
         self.launches: list = []
+        self.refused_reach: Exception | None = None
         self.streams = {"s": StreamConfig(name="s", stream_id="arena-s")}
         self.settings: dict = {}
         self.ports: dict = {}
@@ -91,6 +92,8 @@ class World:
     @asynccontextmanager
     async def reach(self, _stream, ticket):
         self.events.append(f"reach {ticket.session}")
+        if self.refused_reach is not None:
+            raise self.refused_reach
         yield Access(model_name="stream-areal-x", base_url="http://arena/api", api_key=Secret("k"), envs={})
         self.events.append("leave")
 

@@ -13,6 +13,7 @@ from stages.arena_launch.groups import ClosedGroups
 from stages.arena_launch.polling import Pace, pause
 from stages.arena_launch.stage import gave_up
 from stages.clients.arena.errors import (
+    ArenaAuthError,
     ArenaBusyError,
     ArenaConnectionError,
     ArenaLaunchLostError,
@@ -189,12 +190,56 @@ async def test_a_task_without_a_terminal_result_ends_at_its_own_deadline(world, 
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(ArenaNotFoundError("gone", status=404), "NOT_FOUND"), (TaskResultError("no score"), "CONTRACT")],
+    [
+        (ArenaNotFoundError("gone", status=404), "NOT_FOUND"),
+        (TaskResultError("no score"), "CONTRACT"),
+        (ArenaRefusedError("what?", status=400), "LOCAL_POLL_REFUSED"),
+        (ArenaAuthError("who?", status=403), "LOCAL_POLL_REFUSED"),
+    ],
 )
-async def test_a_task_that_is_gone_or_breaks_the_contract_is_a_system_failure(world, error, status) -> None:
+async def test_a_task_whose_result_can_not_be_had_is_a_system_failure_and_tried_again(world, error, status) -> None:
     world.results = [error]
-    end, _again = await world.run()
-    assert (end.outcome, end.status) == (EpisodeClass.SYSTEM, status)
+    end, again = await world.run()
+    assert (end.outcome, end.status, end.final, again.attempt) == (EpisodeClass.SYSTEM, status, False, 1)
+    assert world.events[-2:] == [f"close {S0}", "leave"]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_poll_that_is_refused_for_our_credentials_is_asked_again_since_the_task_goes_on(
+    world, answer, status
+) -> None:
+    refused = ArenaAuthError("who?", status=status)
+    world.results = [refused, refused, refused, answer("AGENT_RUNNING"), refused, answer("DONE", 1.0)]
+    (end,) = await world.run()
+    assert (end.outcome, end.score, len(world.launches)) == (EpisodeClass.SCORED, 1.0, 1)
+    assert world.pauses[1:4] == pytest.approx([1, 2, 4], abs=0.5)
+    assert world.pauses[5] == pytest.approx(1, abs=0.5)
+
+
+async def test_a_registration_that_is_refused_is_a_system_failure_that_closes_its_session(world) -> None:
+    world.refused_reach = ArenaRefusedError("no such protocol", status=400)
+    end, again = await world.run()
+    assert (end.outcome, end.status, end.final) == (EpisodeClass.SYSTEM, "LOCAL_LAUNCH_REFUSED", False)
+    assert (end.session, again.attempt) == (S0, 1)
+    assert world.events == [f"open {S0} 0", f"reach {S0}", f"close {S0}"]
+
+
+async def test_a_stream_that_can_not_be_looked_at_is_a_system_failure_within_the_budget(world) -> None:
+    class Refused:
+        async def check(self, _stream) -> None:
+            raise ArenaAuthError("who?", status=401)
+
+    world.ports = {"reward": Refused()}
+    end, again = await world.run()
+    assert (end.outcome, end.status, end.final, again.attempt) == (
+        EpisodeClass.SYSTEM,
+        "LOCAL_LAUNCH_REFUSED",
+        False,
+        1,
+    )
+    (end,) = await world.run(world.requested(attempt=2))
+    assert end.final
+    assert world.launches == []
 
 
 async def test_a_surplus_episode_of_a_closed_group_is_cancelled_here_and_never_awaited(world, answer) -> None:
