@@ -11,6 +11,7 @@ from broker.recording.errors import (
     NotARecordingError,
     OtherLogError,
     RecordingError,
+    RecordingInUseError,
     WrongRunError,
 )
 from broker.recording.header import Header, new_header
@@ -31,6 +32,7 @@ __all__ = [
     "RecorderSettings",
     "Recording",
     "RecordingError",
+    "RecordingInUseError",
     "RecordingWriter",
     "Redactor",
     "Rule",

@@ -5,7 +5,8 @@ BrokerError
     ├── NotARecordingError      another kind of file, or one that ends before its header
     ├── NewerRecordingError     written by a later format than this version reads
     ├── WrongRunError           appending one run's messages to another run's file
-    └── OtherLogError           appending a log's messages to the file of another log of the same run id
+    ├── OtherLogError           appending a log's messages to the file of another log of the same run id
+    └── RecordingInUseError     another process writes the file
 """
 
 from __future__ import annotations
@@ -31,3 +32,7 @@ class WrongRunError(RecordingError):
 
 class OtherLogError(RecordingError):
     """The file was recorded from another log of the same run id."""
+
+
+class RecordingInUseError(RecordingError):
+    """Another process writes the file."""

@@ -18,6 +18,7 @@ from broker.api import Record
 from broker.batches import batch_of
 from broker.recording.blocks import PAYLOAD_BLOCK_BYTES, PackedBlock, encode_payloads, message_compressor, pack_messages
 from broker.recording.errors import NotARecordingError, RecordingError, WrongRunError
+from broker.recording.filelock import lock_file
 from broker.recording.frames import PRELUDE_BYTES, FramePlace, Kind, encode_frame, prelude
 from broker.recording.header import Header, encode_header, read_header
 from broker.recording.index import LoadedIndex, load_index
@@ -43,8 +44,9 @@ def part_paths(path: Path) -> list[Path]:
 class RecordingWriter:
     """An open recording. `last_sequence` and `holds` say what is in it already."""
 
-    def __init__(self, path: Path, header: Header, *, rotate_bytes: int, ids_remembered: int) -> None:
+    def __init__(self, path: Path, header: Header, lock: BinaryIO, *, rotate_bytes: int, ids_remembered: int) -> None:
         self.path: Final = path
+        self._lock: Final = lock
         self.last_sequence = 0
         self.num_messages = 0
         self._payload_ids: Final[dict[bytes, None]] = {}
@@ -109,7 +111,13 @@ class RecordingWriter:
                 self._rotate()
 
     def close(self) -> None:
-        """Write the index and close."""
+        """Write the index and close; another writer may have the recording then."""
+        try:
+            self._end_file()
+        finally:
+            self._lock.close()
+
+    def _end_file(self) -> None:
         if self._file is None:
             return
         file, self._file = self._file, None
@@ -135,14 +143,14 @@ class RecordingWriter:
         self._places.add(place)
 
     def _begin(self, path: Path) -> None:
-        self._file = path.open("x+b")
+        self._file = path.open("r+b" if path == self.path else "x+b")  # the first one stands already, for its lock
         self._file.write(prelude())
         self._offset = PRELUDE_BYTES
         self._places = BlockPlaces()
         self._append(Kind.HEADER, b"", encode_header(self._header))
 
     def _rotate(self) -> None:
-        self.close()
+        self._end_file()
         self._header = msgspec.structs.replace(self._header, part=self._header.part + 1)
         self._begin(part_path(self.path, self._header.part))
 
@@ -176,27 +184,34 @@ class RecordingWriter:
 
         Raises:
             WrongRunError: what stands there is of another run, or was redacted by other rules.
+            RecordingInUseError: another process writes it.
             NotARecordingError, NewerRecordingError.
         """
-        if not path.exists() or path.stat().st_size == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            writer = cls(path, header, rotate_bytes=rotate_bytes, ids_remembered=ids_remembered)
-            writer._begin(path)
-            return writer
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_file(path)
+        try:
+            writer = cls(path, header, lock, rotate_bytes=rotate_bytes, ids_remembered=ids_remembered)
+            if path.stat().st_size == 0:
+                writer._begin(path)
+            else:
+                writer._go_on(path, header)
+        except BaseException:
+            lock.close()
+            raise
+        return writer
+
+    def _go_on(self, path: Path, header: Header) -> None:
         names = part_paths(path)
         if len(names) > 1 and not _has_header(names[-1]):
             names.pop().unlink()  # a rotation that a crash cut short before its first block
-        writer = cls(path, header, rotate_bytes=rotate_bytes, ids_remembered=ids_remembered)
         for name in names:
             with name.open("rb") as file:
-                writer._header = read_header(file, str(name))
-                _check_same(writer._header, header, str(name))
+                self._header = read_header(file, str(name))
+                _check_same(self._header, header, str(name))
                 loaded = load_index(file, str(name))
-            writer._take_up(loaded)
+            self._take_up(loaded)
             if name is names[-1]:
-                writer._resume(name, loaded)
-        return writer
+                self._resume(name, loaded)
 
 
 def _has_header(path: Path) -> bool:

@@ -120,6 +120,7 @@ async def test_a_second_recorder_goes_on_where_the_first_was_killed(tmp_path):
     first = writer(tmp_path / "a.hrrec")
     async with broker.read(["hr.r.>"], follow=False) as stream:
         first.write_messages([record async for record in stream][:12])
+    del first
     await Recorder(broker, writer(tmp_path / "a.hrrec")).run(follow=False)
     with Recording(tmp_path / "a.hrrec") as recording:
         assert [record.sequence for record in recording.records()] == list(range(1, 21))
