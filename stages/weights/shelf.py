@@ -126,6 +126,8 @@ class Shelf:
                     await self._payloads.delete(PayloadRef(store=RUN_STORE, id=piece, size_bytes=size))
             self._pieces.pop(key, None)
             self._retired.add(key)
+        for key in [key for key in self._retired if key[0] < last - _LOOK_BACK]:  # never looked at again
+            self._retired.remove(key)
 
     async def _kept(self, first: int, version: int, generation: int) -> set[str]:
         """The pieces of the versions from `first` on: also of those after `version`, which another worker published when this
