@@ -67,6 +67,16 @@ class EpisodeCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Slots that ended as rejected."""
 
 
+class HarnessClasses(msgspec.Struct, frozen=True, kw_only=True):
+    """How the episodes of one stream ended that one harness ran."""
+
+    stream: str
+    harness: str
+    """"key@version", or an agent's import path; empty where nothing was launched, or where it is not known."""
+    classes: dict[str, int]
+    """Episode ends by class."""
+
+
 class Staleness(msgspec.Struct, frozen=True, kw_only=True):
     """In versions, over all trained rows."""
 
@@ -94,6 +104,8 @@ class RunAccount(msgspec.Struct, frozen=True, kw_only=True):
     dropped_by_reason: dict[str, int] = {}
     classes: dict[str, int] = {}
     """Episode ends by class."""
+    classes_by_harness: list[HarnessClasses] = []
+    """The same by stream and harness."""
     groups_by_stream: dict[str, int] = {}
     """Issued groups."""
     extra_launches: int = 0
@@ -162,6 +174,8 @@ class AccountState(msgspec.Struct, kw_only=True):
     dead: int = 0
     extra_launches: int = 0
     classes: dict[str, int] = {}
+    classes_by_harness: dict[tuple[str, str], dict[str, int]] = {}
+    """(stream, harness) → class → ends."""
     streams: dict[str, int] = {}
     evaluations: EvaluationsState = msgspec.field(default_factory=EvaluationsState)
     solved: SolvedState = msgspec.field(default_factory=SolvedState)
@@ -193,6 +207,8 @@ class Account:
             case EpisodeEnded():
                 state.ended += 1
                 _count(state.classes, message.outcome.value)
+                by_harness = state.classes_by_harness.setdefault((message.stream, message.harness), {})
+                _count(by_harness, message.outcome.value)
             case Trajectory():
                 self._end_slot(message, sequence)
             case GroupClosed():
@@ -338,6 +354,10 @@ class Account:
             doubled=doubled,
             dropped_by_reason=dict(sorted(reasons.items())),
             classes=dict(sorted(state.classes.items())),
+            classes_by_harness=[
+                HarnessClasses(stream=stream, harness=harness, classes=dict(sorted(counts.items())))
+                for (stream, harness), counts in sorted(state.classes_by_harness.items())
+            ],
             groups_by_stream=dict(sorted(state.streams.items())),
             extra_launches=state.extra_launches,
             evaluations=self._evaluations.results(),

@@ -49,7 +49,7 @@ class AgentRunner:
         task: object = requested.data_id
         if requested.prompt is not None:
             task = msgspec.json.decode(await self._payloads.get(requested.prompt))
-        await log.intend(route=stream.runner.value, model_name=stream.agent)
+        await log.intend(route=stream.runner.value, model_name=stream.agent, harness=stream.agent)
         call = AgentCall(
             task=task, base_url=f"{ticket.base_url}/v1", api_key=ticket.token.reveal(), session=ticket.session
         )

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Final
 
+from ops.accounts import HarnessClasses
 from ops.logtools.plain import duration, moment
 from ops.report.charts import Series, bars, line_chart, short
 from ops.report.figures import ReportFigures, StepFigures
 from ops.report.style import STYLE
 from ops.troubles import ADVICE
+from schemas.messages.rollout import EpisodeClass
 
 _LOSSES: Final = (
     "step_loss", "entropy", "ratio", "clip_fraction", "approx_kl", "grad_norm", "critic_loss", "critic_grad_norm", "lr",
@@ -197,8 +199,18 @@ def _groups(figures: ReportFigures) -> Iterable[str]:
     episodes = account.episodes
     remark = f"{episodes.requested:,} requested, {episodes.ended:,} ended, {episodes.rejected:,} slots rejected"
     yield _card("Episode ends by class", _counts(account.classes), remark=remark)
+    if account.classes_by_harness:
+        yield _card("Episode ends by stream and harness", _by_harness(account.classes_by_harness), wide=True)
     if figures.rejected_slots:
         yield _card("Rejected slots by reason", _counts(figures.rejected_slots), wide=True)
+
+
+def _by_harness(found: Sequence[HarnessClasses]) -> str:
+    kinds = [kind.value for kind in EpisodeClass]
+    rows = [
+        (one.stream, one.harness or "not known", *(f"{one.classes.get(kind, 0):,}" for kind in kinds)) for one in found
+    ]
+    return _table(("stream", "harness", *kinds), rows, numbers=len(kinds))
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -24,6 +24,9 @@ class EpisodeLaunched(msgspec.Struct, frozen=True, kw_only=True):
     session: str
     route: str = ""
     model_name: str = ""
+    harness: str = ""
+    """"key@version" of what runs it: the stream's own, else the live stream's default at that moment; of an agent without an Arena its import
+    path or id. Empty where it is not known."""
 
 
 class EpisodeAccepted(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,6 +191,8 @@ class EpisodeEnded(msgspec.Struct, frozen=True, kw_only=True):
     turn_rewards: dict[str, float] = {}
     """interaction id → reward, where the agent gave a map instead of one number."""
     task_id: str = ""
+    harness: str = ""
+    """As its launch says it; empty where nothing was launched."""
     reward_key: str = ""
     """The reward that scored it, "key@version"."""
     evaluation: bool = False

@@ -32,8 +32,9 @@ from stages.clients.arena.errors import (
     ArenaRetryableError,
     RewardDriftError,
 )
+from stages.clients.arena.preflight import harness_of
 from stages.clients.arena.retry import pause_s
-from stages.clients.arena.wire import TaskResult
+from stages.clients.arena.wire import ArenaStream, TaskResult
 
 log = structlog.get_logger("headrace.launch")
 
@@ -61,13 +62,17 @@ class ArenaRunner:
         self._reward: Final = reward
         self._pace: Final = pace or Pace(settings.poll_interval_s)
         self._pause: Final = pause
+        self._live: Final[dict[str, ArenaStream]] = {}
+        """What streams were before the latest launches."""
 
     async def refusal(self, stream: StreamConfig) -> str:
         if self._reward is not None:
             try:
-                await self._reward.check(stream)
+                live = await self._reward.check(stream)
             except RewardDriftError as error:
                 return str(error)
+            if live is not None:
+                self._live[stream.name] = live
         return ""
 
     @asynccontextmanager
@@ -110,7 +115,9 @@ class ArenaRunner:
 
     async def _play(self, episode: Episode, access: Access, log: TryLog, over: anyio.Event) -> Ending:
         async with self._pace.launching:  # from intent to task id: what a fault can leave in doubt stays bounded
-            await log.intend(route=self._route.name, model_name=access.model_name)
+            await log.intend(
+                route=self._route.name, model_name=access.model_name, harness=self._harness_of(episode.stream)
+            )
             try:
                 result = await self._post(_launch_of(episode, access))
             except ArenaFatalError as error:
@@ -120,6 +127,11 @@ class ArenaRunner:
             await log.accept(result.task_id)
         with self._pace.watching():
             return await self._watch(result.task_id, episode.stream, over)
+
+    def _harness_of(self, stream: StreamConfig) -> str:
+        live = self._live.get(stream.name)
+        harness = harness_of(stream, live)
+        return "" if harness is None else str(harness)
 
     async def _post(self, launch: Launch) -> TaskResult:
         """POST; only 429 is answered by another one under the same session, since then nothing was launched."""

@@ -54,6 +54,7 @@ def outputs(
         score=verdict.score,
         turn_rewards=dict(ending.turn_rewards) if verdict.outcome is EpisodeClass.SCORED else {},
         task_id="" if result is None else result.task_id,
+        harness=ended.launched.harness,
         evaluation=requested.evaluation,
         trace_id="" if result is None else result.trace_id or "",
         artifacts_uri="" if result is None else result.artifacts_uri or "",

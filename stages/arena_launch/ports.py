@@ -14,7 +14,7 @@ from schemas.messages.rollout import EpisodeAccepted, EpisodeLaunched, SessionCl
 from schemas.messages.sampling import EpisodeRequested
 from stages.clients.arena.client import Launch
 from stages.clients.arena.secret import Secret
-from stages.clients.arena.wire import TaskResult
+from stages.clients.arena.wire import ArenaStream, TaskResult
 
 
 class SessionTicket(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +97,14 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 class TryLog(Protocol):
     """What a runner says about the try that it starts; each returns when it is on the log."""
 
-    async def intend(self, *, route: str, model_name: str) -> None:
-        """From now on something outside may run for this try."""
+    async def intend(self, *, route: str, model_name: str, harness: str) -> None:
+        """From now on something outside may run for this try.
+
+        Args:
+            route: How it reaches the model.
+            model_name: What it calls the model; names what is registered for it.
+            harness: What runs; empty where it is not known.
+        """
         ...
 
     async def accept(self, task_id: str) -> None:
@@ -180,13 +186,14 @@ class Route(Protocol):
 
 
 class RewardCheck(Protocol):
-    """Whether the reward that scores a stream is the expected one."""
+    """Whether the reward that scores a stream is the expected one, and what the stream is."""
 
-    async def check(self, stream: StreamConfig) -> None:
-        """Returns when it is, or when none is pinned.
+    async def check(self, stream: StreamConfig) -> ArenaStream | None:
+        """The live stream, when its reward is the expected one or none is pinned; None where it is not known.
 
         Raises:
             RewardDriftError: It is another one.
+            ArenaError: The stream can't be read.
         """
         ...
 

@@ -172,8 +172,8 @@ class _TryLog:
         self._launches: Final = launches
         self.launched = launched
 
-    async def intend(self, *, route: str, model_name: str) -> None:
-        self.launched = msgspec.structs.replace(self.launched, route=route, model_name=model_name)
+    async def intend(self, *, route: str, model_name: str, harness: str) -> None:
+        self.launched = msgspec.structs.replace(self.launched, route=route, model_name=model_name, harness=harness)
         await self._launches.record(self.launched)
 
     async def accept(self, task_id: str) -> None:

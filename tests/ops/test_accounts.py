@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ops.accounts import Account, RunAccount
-from schemas.messages.rollout import EpisodeClass, Trajectory
+from ops.accounts import Account, AccountState, RunAccount
+from schemas.messages.rollout import EpisodeClass, EpisodeEnded, Trajectory
 from schemas.messages.sampling import GroupClosed, GroupIssued
 from schemas.messages.training import DroppedGroup, StepAssembled, StepTrained
 from schemas.payload import run_ref
@@ -99,3 +99,41 @@ def test_a_group_that_was_never_issued_is_unexplained() -> None:
 def test_staleness_is_counted_at_the_step_that_uses_a_row() -> None:
     found = account(issued("a"), ended("a"), closed("a"), assembled(3, "a", min_version=1), trained(3))
     assert (found.staleness.max, found.staleness.bound) == (1, 1)
+
+
+def test_ends_are_counted_by_class_for_each_stream_and_each_harness_that_ran_in_it() -> None:
+    def end(slot: int, stream: str, harness: str, outcome: EpisodeClass) -> EpisodeEnded:
+        return EpisodeEnded(
+            group="a", slot=slot, attempt=0, stream=stream, data_id="d", session="x",
+            outcome=outcome, final=True, status="DONE", harness=harness,
+        )  # fmt: skip
+
+    found = account(
+        end(0, "words", "loop@1", EpisodeClass.SCORED),
+        end(1, "words", "loop@1", EpisodeClass.SCORED),
+        end(2, "words", "loop@1", EpisodeClass.MODEL),
+        end(3, "words", "loop@2", EpisodeClass.SCORED),
+        end(4, "sums", "loop@1", EpisodeClass.SYSTEM),
+        end(5, "sums", "", EpisodeClass.SYSTEM),
+    )
+    assert found.classes == {"model": 1, "scored": 3, "system": 2}
+    assert [(one.stream, one.harness, one.classes) for one in found.classes_by_harness] == [
+        ("sums", "", {"system": 1}),
+        ("sums", "loop@1", {"system": 1}),
+        ("words", "loop@1", {"model": 1, "scored": 2}),
+        ("words", "loop@2", {"scored": 1}),
+    ]
+
+
+def test_a_kept_account_goes_on_counting_by_stream_and_harness() -> None:
+    end = EpisodeEnded(
+        group="a", slot=0, attempt=0, stream="s", data_id="d", session="x", outcome=EpisodeClass.SCORED, final=True,
+        status="DONE", harness="loop@1",
+    )  # fmt: skip
+    first = Account("run", staleness_bound=1)
+    first.take(end, 1)
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(first.state), type=AccountState)
+    second = Account("run", staleness_bound=1, state=kept)
+    second.take(end, 2)
+    (found,) = second.result(folded_up_to=2).classes_by_harness
+    assert found.classes == {"scored": 2}

@@ -1,4 +1,4 @@
-"""Whether the reward that scores a stream is still the expected one: asked before a launch, remembered for a while."""
+"""What a live stream is at the moment, and whether its reward is still the expected one: asked before a launch, remembered for a while."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import anyio
 
 from schemas.config_arena import StreamConfig
 from stages.clients.arena.client import ArenaClient
-from stages.clients.arena.errors import RewardDriftError
-from stages.clients.arena.wire import VersionedRef, check_reward
+from stages.clients.arena.errors import ArenaFatalError, RewardDriftError
+from stages.clients.arena.wire import ArenaStream, VersionedRef, check_reward
 
 
 class RewardGuard:
@@ -21,30 +21,46 @@ class RewardGuard:
         self._client = client
         self._max_age_s = max_age_s
         self._clock = clock
-        self._seen: dict[str, tuple[float, VersionedRef | None]] = {}
+        self._seen: dict[str, tuple[float, ArenaStream | None]] = {}
         self._lock = anyio.Lock()
 
-    async def check(self, stream: StreamConfig, row_reward: VersionedRef | None = None) -> None:
+    async def check(self, stream: StreamConfig, row_reward: VersionedRef | None = None) -> ArenaStream | None:
         """Compare the expected reward with the row's, where it has one, and with the live stream's.
+
+        Returns:
+            The live stream; None where it can't be read and no reward is pinned.
 
         Raises:
             RewardDriftError: One of them is another reward.
             ArenaError: The stream can't be read.
         """
         if stream.expected_reward_ref is None:
-            return
-        found = [("live stream", await self._live(stream.stream_id))]
+            return await self._known(stream.stream_id)
+        live = await self._live(stream.stream_id)
+        found = [("live stream", live.reward)]
         if row_reward is not None:
             found.append(("row", row_reward))
         problem = check_reward(stream.name, stream.expected_reward_ref, *found)
         if problem is not None:
             raise RewardDriftError(f"{problem}; nothing is launched. Pin the new version or restore the old one")
+        return live
 
-    async def _live(self, stream_id: str) -> VersionedRef | None:
+    async def _known(self, stream_id: str) -> ArenaStream | None:
+        """The stream where the Arena tells it: nothing depends on it, so a refusal is remembered like an answer."""
+        seen = self._seen.get(stream_id)
+        if seen is not None and seen[1] is None and self._clock() - seen[0] < self._max_age_s:
+            return None
+        try:
+            return await self._live(stream_id)
+        except ArenaFatalError:
+            self._seen[stream_id] = (self._clock(), None)
+            return None
+
+    async def _live(self, stream_id: str) -> ArenaStream:
         async with self._lock:
             seen = self._seen.get(stream_id)
-            if seen is not None and self._clock() - seen[0] < self._max_age_s:
+            if seen is not None and seen[1] is not None and self._clock() - seen[0] < self._max_age_s:
                 return seen[1]
-            reward = (await self._client.get_stream(stream_id)).reward
-            self._seen[stream_id] = (self._clock(), reward)
-            return reward
+            live = await self._client.get_stream(stream_id)
+            self._seen[stream_id] = (self._clock(), live)
+            return live

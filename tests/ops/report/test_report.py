@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from synthetic import SyntheticRun
 
-from ops.accounts import account
+from ops.accounts import HarnessClasses, account
 from ops.cli import main
 from ops.logtools.sources import LiveSource, open_source
 from ops.report.gather import gather
@@ -67,6 +67,17 @@ async def test_every_fault_is_named_with_where_to_look(figures):
         assert fault.letter in text
     for reason in figures.account.dropped_by_reason:
         assert reason in text
+
+
+async def test_ends_are_told_by_class_for_each_stream_and_harness(figures):
+    streams = {one.stream for one in figures.account.classes_by_harness}
+    assert streams == set(figures.account.groups_by_stream)
+    counted = HarnessClasses(stream="words", harness="loop@1", classes={"scored": 1234, "model": 7})
+    text = page(
+        msgspec.structs.replace(figures, account=msgspec.structs.replace(figures.account, classes_by_harness=[counted]))
+    )
+    card = text.partition("Episode ends by stream and harness")[2].partition("</section>")[0]
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", card) == ["words", "loop@1", "1,234", "7", "0", "0"]
 
 
 async def test_losses_and_mismatch_have_charts_and_the_rest_a_table(figures):

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from pipeline.errors import RefusedError, RetryableError
+from schemas.config_arena import StreamConfig
 from schemas.messages.rollout import EpisodeClass
 from schemas.messages.sampling import EpisodeRequested
 from stages.arena_launch.groups import ClosedGroups
@@ -22,6 +23,7 @@ from stages.clients.arena.errors import (
     RewardDriftError,
     TaskResultError,
 )
+from stages.clients.arena.wire import ArenaStream, VersionedRef
 
 S0, S1 = "g0000001-2-0-0", "g0000001-2-0-1"
 
@@ -222,6 +224,25 @@ async def test_a_registration_that_is_refused_is_a_system_failure_that_closes_it
     assert (end.outcome, end.status, end.final) == (EpisodeClass.SYSTEM, "LOCAL_LAUNCH_REFUSED", False)
     assert (end.session, again.attempt) == (S0, 1)
     assert world.events == [f"open {S0} 0", f"reach {S0}", f"close {S0}"]
+
+
+@pytest.mark.parametrize(("own", "harness"), [("", "default-loop@4"), ("own-loop@2", "own-loop@2")])
+async def test_an_end_names_the_harness_that_ran_after_a_take_over_too(world, answer, own, harness) -> None:
+    class Live:
+        async def check(self, _stream) -> ArenaStream:
+            default = VersionedRef(key="default-loop", version="4")
+            return ArenaStream(stream_id="arena-s", status="ACTIVE", harness=default, reward=None)
+
+    world.streams = {"s": StreamConfig(name="s", stream_id="arena-s", harness=own)}
+    world.ports = {"reward": Live()}
+    world.results = [world.killed()]
+    with pytest.raises(RetryableError):
+        await world.run()
+    assert world.recorded[0].launched.harness == harness
+    world.ports = {}
+    world.results = [answer("DONE", 1.0)]
+    (end,) = await world.run()
+    assert end.harness == harness
 
 
 async def test_a_stream_that_can_not_be_looked_at_is_a_system_failure_within_the_budget(world) -> None:
