@@ -10,6 +10,7 @@ import psutil
 import pytest
 from certificates import Authority
 from nodes_case import Nodes
+from topologies import head, rollout_node, topology
 
 from ops.nodes.asking import nodes_of
 from ops.run_folder import RunFolder
@@ -20,32 +21,9 @@ from schemas.topics import RUN_STARTED, SESSION_OPENED
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
-TOPOLOGY = """
-config = "{config}"
-set = ['run.id="{run}"', 'run.dir="{folder}/{run}"', 'training.standin_step_s=0.5', 'run.steps={steps}']
-secrets = "{run}.secrets.json"
-
-[broker]
-port = {port}
-
-[[nodes]]
-name = "head"
-address = "127.0.0.2"
-control = true
-broker = true
-arena = true
-trainer = true
-fan_out = 1
-rewards = 1
-
-[[nodes]]
-name = "rollout-1"
-address = "127.0.0.3"
-launchers = 1
-gateways = 1
-"""
-TLS = """port = {port}
-tls_cert_file = "tls/{{node}}.crt"
+SETTINGS = ("training.standin_step_s=0.5",)
+TOPOLOGY = topology(head(), rollout_node(1), settings=SETTINGS)
+TLS = """tls_cert_file = "tls/{{node}}.crt"
 tls_key_file = "tls/{{node}}.key"
 tls_ca_file = "tls/ca.crt"
 tls_verify_clients = true
@@ -90,7 +68,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 async def test_a_node_that_died_is_told_by_its_name(nodes, wait_until) -> None:
-    run = nodes("gone", 5000, TOPOLOGY + '\n[[nodes]]\nname = "rollout-2"\naddress = "127.0.0.4"\nlaunchers = 1\n')
+    run = nodes("gone", 5000, TOPOLOGY + rollout_node(2, "launchers = 1"))
     with anyio.fail_after(200):
         await until_up(run)
         await run.until_step(1)
@@ -131,7 +109,7 @@ async def test_nodes_talk_to_a_server_with_tls_and_certificates_of_their_own(nod
     authority = Authority(tmp_path / "tls")
     for node, address in (("head", "127.0.0.2"), ("rollout-1", "127.0.0.3")):
         authority.sign(node, address)
-    run = nodes("secure", 60, TOPOLOGY.replace("port = {port}\n", TLS))
+    run = nodes("secure", 60, topology(head(), rollout_node(1), settings=SETTINGS, broker=TLS))
     with anyio.fail_after(200):
         await until_up(run)
         assert RunFolder(tmp_path / "secure" / "head").read_endpoints().broker_url.startswith("tls://")

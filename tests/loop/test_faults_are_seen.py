@@ -17,6 +17,7 @@ import psutil
 import pytest
 from nodes_case import Nodes
 from seeing import WITHIN_S, Alerts, Watched, watched
+from topologies import ROLLS_OUT, head, rollout_node, topology
 
 from broker.errors import StoreFullError
 from ops.control import ask
@@ -127,34 +128,6 @@ async def ended(process: anyio.abc.Process) -> AsyncGenerator[psutil.Process]:
             process.kill()
 
 
-TWO_NODES = """
-config = "{config}"
-set = ['run.id="{run}"', 'run.dir="{folder}/{run}"', 'run.steps={steps}', 'training.standin_step_s=0.8', 'metrics.port=METRICS']
-secrets = "{run}.secrets.json"
-
-[broker]
-port = {port}
-
-[[nodes]]
-name = "head"
-address = "127.0.0.2"
-control = true
-broker = true
-arena = true
-trainer = true
-fan_out = 1
-rewards = 1
-launchers = 1
-gateways = 1
-
-[[nodes]]
-name = "rollout-1"
-address = "127.0.0.3"
-launchers = 1
-gateways = 1
-"""
-
-
 class Machines(Nodes):
     """Each node has a host name of its own, as on machines of their own."""
 
@@ -167,7 +140,9 @@ async def test_a_node_that_is_gone(tmp_path, tell) -> None:
         reason = "a node with a host name of its own needs the right to `unshare --uts`"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     base = port_base()
-    run = Machines(tmp_path, "nodes", 100_000, TWO_NODES.replace("METRICS", str(base)))
+    settings = ("training.standin_step_s=0.8", f"metrics.port={base}")
+    two_nodes = topology(head(*ROLLS_OUT), rollout_node(1), settings=settings)
+    run = Machines(tmp_path, "nodes", 100_000, two_nodes)
     try:
         with anyio.fail_after(240):
             await run.up("head")

@@ -5,60 +5,26 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import anyio
 import anyio.abc
 import psutil
 import pytest
+from topologies import ROLLS_OUT, head, rollout_node, topology
 
 from ops.control import standing
 from ops.nodes.asking import nodes_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).parents[2]
-SMOKE = ROOT / "examples" / "smoke.toml"
-TOPOLOGY = """
-config = "{config}"
-set = ['run.id="{run}"', 'run.dir="{folder}/{run}"', 'training.standin_step_s=0.8', 'run.steps={steps}']
-secrets = "{run}.secrets.json"
-
-[broker]
-port = {port}
-
-[[nodes]]
-name = "head"
-address = "127.0.0.2"
-control = true
-broker = true
-arena = true
-trainer = true
-fan_out = 1
-rewards = 1
-
-[[nodes]]
-name = "rollout-1"
-address = "127.0.0.3"
-launchers = 1
-gateways = 1
-
-[[nodes]]
-name = "rollout-2"
-address = "127.0.0.4"
-launchers = 1
-gateways = 1
-"""
-
-CLUSTER = (
-    TOPOLOGY.replace('address = "127.0.0.3"', 'address = "127.0.0.3"\nbroker = true')
-    .replace("launchers = 1\ngateways = 1\n", "", 1)
-    .replace('address = "127.0.0.4"', 'address = "127.0.0.4"\nbroker = true')
-    .replace("port = {port}", "port = {port}\ncluster_port = {cluster_port}\nmax_store_bytes = 4000000000")
-    .replace(
-        "'run.steps={steps}'",
-        "'run.steps={steps}', 'broker.max_bytes=100000000', 'broker.max_payload_store_bytes=200000000'",
-    )
+SLOW_STEPS = "training.standin_step_s=0.8"
+TOPOLOGY = topology(head(), rollout_node(1), rollout_node(2), settings=(SLOW_STEPS,))
+CLUSTER = topology(
+    head(),
+    rollout_node(1, "broker = true"),
+    rollout_node(2, "broker = true", *ROLLS_OUT),
+    settings=(SLOW_STEPS, "broker.max_bytes=100000000", "broker.max_payload_store_bytes=200000000"),
+    broker="cluster_port = {cluster_port}\nmax_store_bytes = 4000000000",
 )
 """Each node has a NATS server; the middle one has nothing else."""
 

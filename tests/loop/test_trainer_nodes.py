@@ -6,49 +6,20 @@ import signal
 
 import anyio
 import pytest
+from topologies import ROLLS_OUT, head, node_table, topology
 
 from pipeline.log import RunLog
 from schemas.topics import STEP_TRAINED
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(420)]
 
-TOPOLOGY = """
-config = "{config}"
-set = [
-  'run.id="{run}"', 'run.dir="{folder}/{run}"', 'run.steps={steps}',
-  'training.backend="fsdp2"', 'training.ranks=2', 'training.checkpoint_every_steps=3',
-  'training.checkpoint_dir="{folder}/checkpoints"', 'training.node_silent_s=6.0',
-  'policy.hidden_size=32', 'policy.num_layers=2', 'policy.num_heads=2', 'policy.warmup_max_updates=1',
-]
-secrets = "{run}.secrets.json"
-
-[broker]
-port = {port}
-
-[trainer]
-port = 0
-
-[[nodes]]
-name = "head"
-address = "127.0.0.2"
-control = true
-broker = true
-arena = true
-fan_out = 1
-rewards = 1
-launchers = 1
-gateways = 1
-
-[[nodes]]
-name = "gpu-1"
-address = "127.0.0.3"
-trainer = true
-
-[[nodes]]
-name = "gpu-2"
-address = "127.0.0.4"
-trainer = true
-"""
+TWO_RANKS = (
+    *('training.backend="fsdp2"', "training.ranks=2", 'training.checkpoint_dir="{folder}/checkpoints"'),
+    *("training.node_silent_s=6.0", "policy.hidden_size=32", "policy.num_layers=2", "policy.num_heads=2"),
+    "policy.warmup_max_updates=1",
+)
+TRAINER = "\n[trainer]\nport = 0\n"
+GPU_1, GPU_2 = (node_table(f"gpu-{number}", f"127.0.0.{number + 2}", "trainer = true") for number in (1, 2))
 
 
 async def until_said(run, words: str) -> None:
@@ -62,7 +33,9 @@ async def test_ranks_of_two_nodes_go_on_together_after_a_rank_a_node_and_the_lea
     nodes, wait_until, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
-    run = nodes("split", 16, TOPOLOGY)
+    settings = (*TWO_RANKS, "training.checkpoint_every_steps=3")
+    tables = (TRAINER, head(*ROLLS_OUT, trainer=False), GPU_1, GPU_2)
+    run = nodes("split", 16, topology(*tables, settings=settings))
     await run.up("head")
     with anyio.fail_after(400):
         await run.until_keys()
@@ -112,8 +85,8 @@ async def test_the_node_that_controls_and_leads_dies_with_the_broker_and_the_oth
     nodes, wait_until, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
-    leads = TOPOLOGY.replace("arena = true\n", "arena = true\ntrainer = true\n")
-    run = nodes("lead", 7, leads.partition('[[nodes]]\nname = "gpu-2"')[0].replace("every_steps=3", "every_steps=1"))
+    settings = (*TWO_RANKS, "training.checkpoint_every_steps=1")
+    run = nodes("lead", 7, topology(TRAINER, head(*ROLLS_OUT), GPU_1, settings=settings))
     with anyio.fail_after(400):
         await run.up("head")
         await run.until_keys()

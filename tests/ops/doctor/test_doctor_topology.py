@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority
+from topologies import head, rollout_node
 
 from ops.cli import main
 from ops.doctor.certificates import handshake
@@ -20,23 +21,7 @@ from schemas.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 with_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the test's certificates")
-NODES = """
-[[nodes]]
-name = "head"
-address = "127.0.0.2"
-control = true
-broker = true
-arena = true
-trainer = true
-fan_out = 1
-rewards = 1
-
-[[nodes]]
-name = "rollout-1"
-address = "127.0.0.3"
-launchers = 1
-gateways = 1
-"""
+NODES = head() + rollout_node(1)
 
 
 def free_port(host: str = "127.0.0.2") -> int:

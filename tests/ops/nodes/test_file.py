@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from topologies import ROLLS_OUT, head
 
 from ops.config import load_config
 from ops.nodes.file import is_topology, load_cluster, node_config, this_node
@@ -11,19 +12,7 @@ from ops.running.site import site_of
 from schemas.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-HEAD = """
-[[nodes]]
-name = "head"
-address = "127.0.0.2"
-control = true
-broker = true
-arena = true
-trainer = true
-fan_out = 1
-rewards = 1
-launchers = 1
-gateways = 1
-"""
+HEAD = head(*ROLLS_OUT)
 
 
 def cluster_of(tmp_path: Path, nodes: str = HEAD, more: str = "", **options):
