@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,8 @@ from ops.cli.failing import EXIT_INTERRUPTED, plain_errors
 from ops.cli.output import console, progress_bar, write_json
 from ops.connection import open_run
 from ops.logtools.closing import CloseFigures, close_stream
+from ops.logtools.dataset_folders import folder_files
+from ops.logtools.prompt_streams import check_prompt_stream
 from ops.logtools.prompts import Prompt, RowError, check_row, read_rows
 from ops.logtools.publish import PublishFigures, Publishing, PublishSettings
 from ops.stopping import until_stopped
@@ -38,6 +41,8 @@ def prompts(
     rate: float = 0.0,
     list_stream: bool = False,
     weight: float = 1.0,
+    split: str = "",
+    unknown_stream: Annotated[bool, Parameter(negative=())] = False,
     dry_run: bool = False,
     url: str | None = None,
     quiet: bool = False,
@@ -45,8 +50,11 @@ def prompts(
 ) -> int:
     """Publish the rows of a file, a dataset, stdin or a generator as prompts of a stream. Publishing them twice is harmless.
 
-    A row is a string, or an object with `prompt` or `messages`, and optional `id` and `tags`. All rows of a file are
-    checked before the first is published. An interrupted command goes on where it was.
+    A row is a string, or an object with `prompt` (a string, chat messages, or an object for the stream's runner) or
+    `messages`, and optional `id` (or `data_id`) and `tags`. Other fields are left out, and stderr names them. All rows of a
+    file are checked before the first is published. An interrupted command goes on where it was.
+
+    A stream that is closed, or that the run's config does not have or fills itself, is refused.
 
     Examples:
         headrace publish prompts train.jsonl --stream math
@@ -57,7 +65,7 @@ def prompts(
     Parameters
     ----------
     source
-        A .jsonl, .json, .csv, .tsv or .parquet file, a folder of a dataset, `-` for stdin, or package.module:generator.
+        A .jsonl, .json, .csv, .tsv, .parquet or .arrow file, a folder of such files, as `datasets` or a hub saves them, `-` for stdin, or package.module:generator.
     stream
         The stream they belong to.
     run
@@ -70,6 +78,11 @@ def prompts(
         Then list the stream with exactly these rows: it can be sampled from, and takes no more.
     weight
         Sampling weight of a stream that is listed.
+    split
+        Of a folder with several splits (train-*.parquet, test.jsonl, a saved DatasetDict): the one to publish; `train` when
+        left out.
+    unknown_stream
+        Publish also into a stream that the run's config does not have.
     dry_run
         Only check the rows.
     url
@@ -84,15 +97,22 @@ def prompts(
             raise ConfigError(f"expected --weight > 0 and --rate >= 0, found {weight} and {rate}")
         path = Path(source).expanduser()
         in_files = path.exists()
-        total = _check_all(source) if in_files or dry_run else None
+        left_out = Counter[str]()
+        total = _check_all(source, split, left_out) if in_files or dry_run else None
         if dry_run:
-            write_json({"rows": total}) if json else console().print(f"{total:,} rows are fine; nothing was published")
+            _tell_left_out(left_out)
+            shown = {"rows": total, "left_out": left_out}
+            write_json(shown) if json else console().print(f"{total:,} rows are fine; nothing was published")
             return 0
         settings = PublishSettings(
             stream=stream, tags=tuple(tag or ()), per_second=rate, list_stream=list_stream, weight=weight
         )
-        identity = _identity(path, settings) if in_files else ""
-        figures, stopped = anyio.run(_publish, source, settings, identity, total, run, url, quiet or json)
+        identity = _identity(path, settings, split) if in_files else ""
+        left_out.clear()
+        rows = _checked(source, split, left_out)
+        figures, stopped = anyio.run(_publish, rows, settings, identity, total, run, url, quiet or json, unknown_stream)
+        figures.left_out = dict(left_out)
+    _tell_left_out(left_out)
     if json:
         write_json(figures)
     else:
@@ -145,12 +165,23 @@ def close(
     return 0
 
 
-def _checked(source: str) -> Iterator[Prompt]:
-    for row in read_rows(source):
-        yield check_row(row)
+def _checked(source: str, split: str, left_out: Counter[str]) -> Iterator[Prompt]:
+    for row in read_rows(source, split=split):
+        prompt = check_row(row)
+        left_out.update(prompt.left_out)
+        yield prompt
 
 
-def _check_all(source: str) -> int:
+def _tell_left_out(left_out: Counter[str]) -> None:
+    """Say once what of the rows is not published."""
+    if left_out:
+        fields = ", ".join(f"{name} ({rows:,} row{'s' * (rows != 1)})" for name, rows in sorted(left_out.items()))
+        sys.stderr.write(
+            f"headrace: left out, as a prompt has no such fields: {fields}; what the stream's runner needs stands inside prompt\n"
+        )
+
+
+def _check_all(source: str, split: str, left_out: Counter[str]) -> int:
     """The number of rows, all of them fine.
 
     Raises:
@@ -159,7 +190,7 @@ def _check_all(source: str) -> int:
     errors: list[str] = []
     places: dict[str, tuple[str, bytes]] = {}
     rows = 0
-    for row in read_rows(source):
+    for row in read_rows(source, split=split):
         rows += 1
         try:
             prompt = check_row(row)
@@ -169,6 +200,7 @@ def _check_all(source: str) -> int:
                 errors.append(f"… and perhaps more; the first {_ERRORS_SHOWN} are shown")
                 break
             continue
+        left_out.update(prompt.left_out)
         content = xxhash.xxh3_64_digest(prompt.prompt)
         place, former = places.setdefault(prompt.data_id, (prompt.place, content))
         if former != content:
@@ -182,10 +214,10 @@ def _check_all(source: str) -> int:
     return rows
 
 
-def _identity(path: Path, settings: PublishSettings) -> str:
+def _identity(path: Path, settings: PublishSettings, split: str) -> str:
     """One id for the content of a file or folder and for how it is published."""
     hasher = xxhash.xxh3_64(msgspec.msgpack.encode((settings.stream, settings.tags)))
-    files = [path] if path.is_file() else sorted(found for found in path.rglob("*") if found.is_file())
+    files = [path] if path.is_file() else folder_files(path, split)
     for name in files:
         with name.open("rb") as file:
             while chunk := file.read(1 << 20):
@@ -194,16 +226,18 @@ def _identity(path: Path, settings: PublishSettings) -> str:
 
 
 async def _publish(
-    source: str,
+    rows: Iterator[Prompt],
     settings: PublishSettings,
     identity: str,
     total: int | None,
     run: str | None,
     url: str | None,
     quiet: bool,
+    unknown_stream: bool,
 ) -> tuple[PublishFigures, bool]:
     stopped = False
     async with open_run(run, url=url, name="publish") as broker:
+        await check_prompt_stream(broker, settings.stream, lists=settings.list_stream, allow_unknown=unknown_stream)
         publishing = Publishing(broker, settings, source=identity)
         with progress_bar(quiet=quiet) as bar:
             task = bar.add_task("publishing", total=total, detail="")
@@ -215,7 +249,7 @@ async def _publish(
                     tasks.cancel_scope.cancel()
 
                 async with until_stopped(stop):
-                    await publishing.run(_checked(source), on_row=lambda: bar.advance(task))
+                    await publishing.run(rows, on_row=lambda: bar.advance(task))
         if stopped:
             with anyio.CancelScope(shield=True), anyio.move_on_after(5.0):
                 await publishing.save_position()

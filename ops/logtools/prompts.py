@@ -1,8 +1,8 @@
 """Where prompts come from, and what a row must look like: JSONL, JSON, Parquet, CSV, a `datasets` folder, stdin, a generator.
 
-A row is a string (the prompt itself), or an object with `prompt` (a string, a list of chat messages, or an object), or
-with `messages`; optional `id` (or `data_id`) and `tags`. An object without either is the prompt itself, as it is. A row
-without an id gets one from its content, so the same row is the same prompt wherever it stands.
+A row is a string (the prompt itself), or an object with `prompt` (a string, a list of chat messages, or an object for the
+stream's runner), or with `messages`; optional `id` (or `data_id`) and `tags`. Other fields are not published: whoever reads
+rows is told of them. A row without an id gets one from its content, so the same row is the same prompt wherever it stands.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import importlib
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
 
+from ops.logtools.dataset_folders import folder_files
 from schemas.errors import ConfigError
 from schemas.payload import digest
 
@@ -42,6 +43,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     prompt: bytes
     """JSON."""
     tags: list[str]
+    left_out: list[str] = []
+    """Fields of the row that no prompt has."""
 
 
 class PlacedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,19 +54,25 @@ class PlacedRow(msgspec.Struct, frozen=True, kw_only=True):
     value: object
 
 
-def read_rows(source: str, *, stdin: BinaryIO | None = None) -> Iterator[PlacedRow]:
+def read_rows(source: str, *, split: str = "", stdin: BinaryIO | None = None) -> Iterator[PlacedRow]:
     """The rows of a source: a file, a folder, `-` for stdin, or `package.module:generator`.
+
+    Args:
+        split: of a folder that has several; empty = `train`.
 
     Raises:
         ConfigError: the source can't be read.
         RowError: a line that is no JSON.
     """
+    path = Path(source).expanduser()
+    if split and not path.is_dir():
+        raise ConfigError(f"{source}: --split {split}: only a folder has splits")
     if source == "-":
         yield from _jsonl(stdin or sys.stdin.buffer, "stdin")
         return
-    path = Path(source).expanduser()
     if path.is_dir():
-        yield from _folder(path)
+        for found in folder_files(path, split):
+            yield from _file(found)
     elif path.is_file():
         yield from _file(path)
     elif ":" in source and not path.exists():
@@ -117,11 +126,14 @@ def _csv(path: Path) -> Iterator[PlacedRow]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         try:
+            _check_columns(path, reader.fieldnames or ())
             for row in reader:
                 place = f"{path.name}:{reader.line_num}"
                 if None in row or None in row.values():
                     raise RowError(f"{place}: expected {len(reader.fieldnames or ())} columns, found another number")
                 value: dict[str, object] = dict(row)
+                for name in _IDS:
+                    value[name] = value.get(name) or None  # CSV has no null
                 if isinstance(value.get("tags"), str):
                     value["tags"] = [tag for tag in str(value["tags"]).split(",") if tag]
                 yield PlacedRow(place=place, value=value)
@@ -143,6 +155,7 @@ def _table(path: Path) -> Iterator[PlacedRow]:
             with path.open("rb") as file:
                 batches = pa.ipc.open_stream(io.BytesIO(file.read()))
         for batch in batches:
+            _check_columns(path, batch.schema.names)
             for value in batch.to_pylist():
                 yield PlacedRow(place=f"{path.name} row {number}", value=value)
                 number += 1
@@ -150,21 +163,16 @@ def _table(path: Path) -> Iterator[PlacedRow]:
         raise ConfigError(f"{path}: can't be read as a table: {error}") from error
 
 
-def _folder(path: Path) -> Iterator[PlacedRow]:
-    """A folder as `datasets` saves it (data-*.arrow beside state.json), or one with files of a kind known here."""
-    state = path / "state.json"
-    if state.is_file():
-        names = [entry["filename"] for entry in json.loads(state.read_bytes()).get("_data_files", [])]
-        files = [path / str(name) for name in names]
-    else:
-        known = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"}
-        files = sorted(
-            found for found in path.rglob("*") if found.suffix.lower() in known and "dataset_" not in found.name
-        )
-    if not files:
-        raise ConfigError(f"{path}: expected a saved dataset, or .jsonl, .csv or .parquet files in it, found none")
-    for found in files:
-        yield from _file(found)
+def _check_columns(path: Path, columns: Sequence[str]) -> None:
+    if not {"prompt", "messages"} & set(columns):
+        raise RowError(f"{path.name}: {_no_prompt(columns, 'columns')}")
+
+
+def _no_prompt(found: Sequence[str], what: str) -> str:
+    return (
+        f"expected {what} prompt or messages, with id (or data_id) and tags as one likes, found "
+        f"{', '.join(found) or 'none'}; an object for the stream's runner stands inside prompt"
+    )
 
 
 def _generator(source: str) -> Iterator[PlacedRow]:
@@ -194,18 +202,17 @@ def check_row(row: PlacedRow, *, check: Callable[[object], str] | None = None) -
         RowError: what is wrong, and where.
     """
     value = row.value
-    data_id, tags = "", list[str]()
+    data_id, tags, left_out = "", list[str](), list[str]()
     prompt: object = value
     if isinstance(value, dict):
         fields: dict[str, object] = value
+        used = "prompt" if "prompt" in fields else "messages"
+        if used not in fields:
+            raise RowError(f"{row.place}: {_no_prompt([str(name) for name in fields], 'the fields')}")
         data_id = _id(row, fields)
         tags = _tags(row, fields)
-        if "prompt" in fields:
-            prompt = fields["prompt"]
-        elif "messages" in fields:
-            prompt = fields["messages"]
-        else:
-            prompt = {name: item for name, item in fields.items() if name not in (*_IDS, "tags")}
+        prompt = fields[used]
+        left_out = [str(name) for name in fields if name not in (*_IDS, "tags", used)]
     _check_prompt(row, prompt)
     wrong = check(prompt) if check is not None else ""
     if wrong:
@@ -214,19 +221,28 @@ def check_row(row: PlacedRow, *, check: Callable[[object], str] | None = None) -
         encoded = json.dumps(prompt, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise RowError(f"{row.place}: the prompt can't be written as JSON: {error}") from error
-    return Prompt(place=row.place, data_id=data_id or f"x{digest(encoded)}", prompt=encoded, tags=tags)
+    data_id = data_id or f"x{digest(encoded)}"
+    return Prompt(place=row.place, data_id=data_id, prompt=encoded, tags=tags, left_out=left_out)
 
 
 def _id(row: PlacedRow, fields: dict[str, object]) -> str:
     for name in _IDS:
-        if name in fields:
-            value = fields[name]
+        value = fields.get(name)
+        if value is not None:
             if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
                 raise RowError(f"{row.place}: {name}: expected a non-empty string or a whole number, found {value!r}")
             if len(str(value)) > _ID_LIMIT:
                 raise RowError(f"{row.place}: {name}: expected at most {_ID_LIMIT} characters, found {len(str(value))}")
-            return str(value)
+            return _text(row, name, str(value))
     return ""
+
+
+def _text(row: PlacedRow, name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"{row.place}: {name}: {text!r} is no text: {error}") from error
+    return text
 
 
 def _tags(row: PlacedRow, fields: dict[str, object]) -> list[str]:
@@ -234,7 +250,7 @@ def _tags(row: PlacedRow, fields: dict[str, object]) -> list[str]:
     if value is None:
         return []
     items: list[object] = value if isinstance(value, list) else [None]
-    tags = [item for item in items if isinstance(item, str)]
+    tags = [_text(row, "tags", item) for item in items if isinstance(item, str)]
     if len(tags) != len(items):
         raise RowError(f"{row.place}: tags: expected a list of strings, found {value!r}")
     return tags
@@ -253,7 +269,7 @@ def _check_prompt(row: PlacedRow, prompt: object) -> None:
                 _check_message(row, number, message)
         case dict():
             if not prompt:
-                raise RowError(f"{row.place}: expected 'prompt', 'messages' or fields of a task, found none")
+                raise RowError(f"{row.place}: prompt: expected an object with some fields, found an empty one")
         case _:
             raise RowError(
                 f"{row.place}: prompt: expected a string, a list of chat messages or an object, found "

@@ -56,6 +56,8 @@ class PublishFigures(msgspec.Struct, kw_only=True):
     skipped: int = 0
     """Rows that the position of an interrupted command says are done."""
     listed: bool = False
+    left_out: dict[str, int] = {}
+    """Fields that no prompt has → rows that had them."""
 
 
 class _Position(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,15 +31,24 @@ def recorded_config(recording: Recording, overrides: Sequence[str] = ()) -> RunC
     for record in recording.records([f"{PREFIX}.{recording.run}.run.started.>"]):
         started = tell(record).message
         if isinstance(started, RunStarted):
-            tree: dict[str, object] = json.loads(started.config_json)
-            tree = {name: value for name, value in tree.items() if value is not None}
-            for override in overrides:
-                apply_override(tree, override)
-            return decode_config(_without_nulls(tree))
+            return config_of(started, overrides)
     raise ConfigError(
         f"{recording.path}: holds no run.started, so the run's config is not known: it was recorded from a later point "
         "or with a filter"
     )
+
+
+def config_of(started: RunStarted, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of a start, with `--set a.b=c` on top.
+
+    Raises:
+        ConfigError: it can't be used.
+    """
+    tree: dict[str, object] = json.loads(started.config_json)
+    tree = {name: value for name, value in tree.items() if value is not None}
+    for override in overrides:
+        apply_override(tree, override)
+    return decode_config(_without_nulls(tree))
 
 
 def _without_nulls(tree: dict[str, object]) -> dict[str, object]:

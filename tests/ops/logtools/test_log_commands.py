@@ -118,17 +118,33 @@ def test_prompts_are_published_once(headrace, replayed, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "hi", "id": "a"}\n"plain"\n')
     assert (
-        json.loads(headrace("publish", "prompts", path, "--stream", "new", "--run", replayed, "--json")[1])["published"]
+        json.loads(
+            headrace("publish", "prompts", path, "--stream", "new", "--unknown-stream", "--run", replayed, "--json")[1]
+        )["published"]
         == 2
     )
     assert (
-        "0 published, 2 stood already" in headrace("publish", "prompts", path, "--stream", "new", "--run", replayed)[1]
+        "0 published, 2 stood already"
+        in headrace("publish", "prompts", path, "--stream", "new", "--unknown-stream", "--run", replayed)[1]
     )
     path.write_text('{"prompt": 3}\n"fine"\n{"prompt": ""}\n')
-    code, _, err = headrace("publish", "prompts", path, "--stream", "new", "--run", replayed)
+    code, _, err = headrace("publish", "prompts", path, "--stream", "new", "--unknown-stream", "--run", replayed)
     assert code == 1
     assert "p.jsonl:1" in err
     assert "p.jsonl:3" in err
+    code, _, err = headrace("publish", "prompts", path, "--stream", "math", "--run", replayed)
+    assert code == 1
+    assert "p.jsonl:1" in err
+    path.write_text('"fine"\n')
+    for stream, reason in (("math", "its tasks are the Arena's"), ("maths", "has no such stream")):
+        code, _, err = headrace("publish", "prompts", path, "--stream", stream, "--run", replayed)
+        assert code == 1
+        assert f"stream '{stream}': " in err
+        assert reason in err
+    path.write_text('{"prompt": "q", "answer": "42"}\n')
+    _, out, err = headrace("publish", "prompts", path, "--stream", "new", "--dry-run", "--json")
+    assert json.loads(out) == {"rows": 1, "left_out": {"answer": 1}}
+    assert "left out, as a prompt has no such fields: answer (1 row)" in err
     path.write_text('"fine"\n')
     assert "1 rows are fine" in headrace("publish", "prompts", path, "--stream", "new", "--dry-run")[1]
 

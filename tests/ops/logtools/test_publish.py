@@ -4,14 +4,17 @@ import json
 import anyio
 import msgspec
 import pytest
+from synthetic import config_tree
 
 from broker.memory import MemoryBroker, MemoryServer
+from ops.config import decode_config
 from ops.logtools.closing import CloseError, close_stream
+from ops.logtools.prompt_streams import NoPromptStreamError, check_prompt_stream
 from ops.logtools.prompts import PlacedRow, RowError, check_row, read_rows
 from ops.logtools.publish import PromptConflictError, Publishing, PublishSettings
 from pipeline.log import RunLog
 from schemas.errors import ConfigError
-from schemas.messages.sampling import StreamRow
+from schemas.messages.sampling import RunStarted, StreamRow
 from schemas.topics import PROMPT_PUBLISHED, STREAM_LISTED
 
 ROWS = [{"prompt": f"question {number}", "id": f"q{number}", "tags": ["easy"]} for number in range(30)]
@@ -78,7 +81,8 @@ def test_a_row_without_an_id_gets_one_from_its_content():
         ({"prompt": "x", "id": ""}, "id: expected a non-empty string"),
         ({"prompt": "x", "id": True}, "id: expected"),
         ({"prompt": "x", "tags": "easy"}, "tags: expected a list of strings"),
-        ({"id": 3}, "expected 'prompt', 'messages' or fields of a task"),
+        ({"id": 3}, "expected the fields prompt or messages"),
+        ({"prompt": {}}, "expected an object with some fields"),
         ({"prompt": {"score": float("nan")}}, "can't be written as JSON"),
         (None, "found NoneType"),
     ],
@@ -181,3 +185,142 @@ async def test_a_stream_without_prompts_or_closed_otherwise_is_not_closed(tmp_pa
     await close_stream(broker, "math", weight=1.0)
     with pytest.raises(CloseError, match="listed already"):
         await close_stream(broker, "math", weight=3.0)
+
+
+@pytest.mark.parametrize("value", [{"promt": "x", "id": "1"}, {"id": 3}])
+def test_a_row_without_a_prompt_names_its_fields_and_what_is_expected(value):
+    with pytest.raises(RowError, match=r"a:1: expected the fields prompt or messages.*found .*id") as raised:
+        check_row(PlacedRow(place="a:1", value=value))
+    assert all(name in str(raised.value) for name in value)
+
+
+def test_a_table_with_a_wrong_header_is_refused_once(tmp_path):
+    (tmp_path / "a.csv").write_text("promt,id\nhello,1\nyou,2\n")
+    write_table(tmp_path / "a.parquet", [{"question": "hello", "answer": "1"}])
+    with pytest.raises(RowError, match=r"a\.csv: expected columns prompt or messages.*found promt, id"):
+        checked(tmp_path / "a.csv")
+    with pytest.raises(RowError, match=r"a\.parquet: expected columns prompt or messages.*found question, answer"):
+        checked(tmp_path / "a.parquet")
+
+
+def test_what_a_prompt_has_no_place_for_is_named():
+    row = PlacedRow(place="a:1", value={"prompt": "q", "answer": "42", "id": "e1", "tags": [], "messages": []})
+    assert check_row(row).left_out == ["answer", "messages"]
+    assert check_row(PlacedRow(place="a:1", value={"prompt": {"question": "q", "answer": "42"}})).left_out == []
+
+
+def test_a_null_id_is_as_no_id(tmp_path):
+    ids = {check_row(PlacedRow(place="a", value=v)).data_id for v in ({"prompt": "x", "id": None}, {"prompt": "x"})}
+    assert len(ids) == 1
+    (tmp_path / "a.csv").write_text("id,prompt\n,x\n")
+    assert {prompt.data_id for prompt in checked(tmp_path / "a.csv")} == ids
+
+
+@pytest.mark.parametrize("value", [{"prompt": "x", "id": "\ud800"}, {"prompt": "x", "tags": ["\ud800"]}, "\ud800"])
+def test_half_a_surrogate_pair_is_no_text(value):
+    with pytest.raises(RowError, match=r"a:1: "):
+        check_row(PlacedRow(place="a:1", value=value))
+
+
+def hub(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        jsonl(folder / name, [{"prompt": name, "id": name}])
+    return folder
+
+
+def ids(folder, split=""):
+    return [check_row(row).data_id for row in read_rows(str(folder), split=split)]
+
+
+def test_a_folder_with_splits_gives_one_of_them(tmp_path):
+    names = ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-00000-of-00001.jsonl"]
+    folder = hub(tmp_path, *names, "data/held_out-00000-of-00001.jsonl", ".cache/train.jsonl", "dataset_infos.json")
+    assert ids(folder) == names[:2]
+    assert ids(folder, "test") == names[2:]
+    assert ids(folder, "held_out") == ["data/held_out-00000-of-00001.jsonl"]
+    with pytest.raises(
+        ConfigError, match=r"splits held_out, test, train, found no 'validation': choose one by --split"
+    ):
+        ids(folder, "validation")
+
+
+def test_a_file_that_is_called_dataset_is_not_passed_over(tmp_path):
+    assert ids(hub(tmp_path / "a", "dataset_train.jsonl")) == ["dataset_train.jsonl"]
+    assert ids(hub(tmp_path / "b", "dataset_1.jsonl", "more.jsonl")) == ["dataset_1.jsonl", "more.jsonl"]
+
+
+def test_a_folder_of_another_split_only_wants_it_named(tmp_path):
+    with pytest.raises(ConfigError, match="splits validation, found no 'train'"):
+        ids(hub(tmp_path, "dev.jsonl"))
+    assert ids(tmp_path, "dev") == ["dev.jsonl"]
+
+
+def test_files_of_no_split_beside_some_of_one_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"extra\.jsonl belongs to no split, other files to train"):
+        ids(hub(tmp_path, "train.jsonl", "extra.jsonl"))
+
+
+def test_a_split_of_what_has_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="none of its 1 files is named after a split"):
+        ids(hub(tmp_path / "a", "rows.jsonl"), "test")
+    with pytest.raises(ConfigError, match="only a folder has splits"):
+        ids(tmp_path / "a" / "rows.jsonl", "test")
+
+
+def saved(folder, name):
+    arrow = pytest.importorskip("pyarrow")
+    folder.mkdir(parents=True)
+    table = arrow.Table.from_pylist([{"prompt": name, "id": name}])
+    with (folder / "data-00000-of-00001.arrow").open("wb") as file, arrow.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_a_saved_dataset_dict_gives_one_split(tmp_path):
+    for name in ("train", "test"):
+        saved(tmp_path / name, name)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert (ids(tmp_path), ids(tmp_path, "test"), ids(tmp_path / "test")) == (["train"], ["test"], ["test"])
+    with pytest.raises(ConfigError, match="splits test, train, found no 'dev'"):
+        ids(tmp_path, "dev")
+
+
+async def started(*streams):
+    broker = MemoryBroker(MemoryServer(), "r")
+    tree = config_tree()
+    tree["streams"] = [*tree["streams"], *streams]
+    config = msgspec.json.encode(decode_config(tree))
+    await RunLog(broker).publish(RunStarted(ordinal=0, config_json=config, config_digest="d", headrace_version="0.1.0"))
+    return broker
+
+
+OPEN = {"name": "tickets", "stream_id": "t", "runner": "function", "agent": "m.n:f", "open": True}
+FIXED = {"name": "fixed", "stream_id": "f", "runner": "function", "agent": "m.n:f", "rows": "a.jsonl"}
+
+
+async def test_only_a_stream_that_takes_prompts_is_published_into():
+    broker = await started(OPEN, FIXED)
+    await check_prompt_stream(broker, "tickets")
+    known = "streams that take prompts: tickets; others: fixed, math, words"
+    for name, reason in (("math", "the Arena's"), ("fixed", r"rows = 'a\.jsonl'"), ("ticket", "has no such stream")):
+        with pytest.raises(NoPromptStreamError, match=f"stream '{name}': .*{reason}.*; {known}"):
+            await check_prompt_stream(broker, name)
+    await check_prompt_stream(broker, "ticket", allow_unknown=True)
+    with pytest.raises(NoPromptStreamError):
+        await check_prompt_stream(broker, "math", allow_unknown=True)
+
+
+async def test_a_closed_stream_takes_no_more(tmp_path):
+    broker = await started(OPEN)
+    rows = [check_row(PlacedRow(place="a", value="one"))]
+    await Publishing(broker, PublishSettings(stream="tickets")).run(rows)
+    await close_stream(broker, "tickets", weight=1.0)
+    with pytest.raises(NoPromptStreamError, match="'tickets' is closed with 1 rows"):
+        await check_prompt_stream(broker, "tickets")
+    await check_prompt_stream(broker, "tickets", lists=True)
+
+
+async def test_a_run_that_was_never_started_takes_every_stream():
+    await check_prompt_stream(MemoryBroker(MemoryServer(), "r"), "anything")
