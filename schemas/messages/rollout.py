@@ -27,6 +27,8 @@ class EpisodeLaunched(msgspec.Struct, frozen=True, kw_only=True):
     harness: str = ""
     """"key@version" of what runs it: the stream's own, else the live stream's default at that moment; of an agent without an Arena its import
     path or id. Empty where it is not known."""
+    reward_key: str = ""
+    """"key@version" of the live stream's reward at that moment; empty where it is not known."""
 
 
 class EpisodeAccepted(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,7 +196,7 @@ class EpisodeEnded(msgspec.Struct, frozen=True, kw_only=True):
     harness: str = ""
     """As its launch says it; empty where nothing was launched."""
     reward_key: str = ""
-    """The reward that scored it, "key@version"."""
+    """As its launch says it, "key@version": the reward that its stream had when it was launched."""
     evaluation: bool = False
     trace_id: str = ""
     artifacts_uri: str = ""

@@ -115,8 +115,9 @@ class ArenaRunner:
 
     async def _play(self, episode: Episode, access: Access, log: TryLog, over: anyio.Event) -> Ending:
         async with self._pace.launching:  # from intent to task id: what a fault can leave in doubt stays bounded
+            harness, reward_key = self._found_of(episode.stream)
             await log.intend(
-                route=self._route.name, model_name=access.model_name, harness=self._harness_of(episode.stream)
+                route=self._route.name, model_name=access.model_name, harness=harness, reward_key=reward_key
             )
             try:
                 result = await self._post(_launch_of(episode, access))
@@ -128,10 +129,11 @@ class ArenaRunner:
         with self._pace.watching():
             return await self._watch(result.task_id, episode.stream, over)
 
-    def _harness_of(self, stream: StreamConfig) -> str:
+    def _found_of(self, stream: StreamConfig) -> tuple[str, str]:
+        """What runs a stream's tasks and what scores them, as it was known last."""
         live = self._live.get(stream.name)
-        harness = harness_of(stream, live)
-        return "" if harness is None else str(harness)
+        harness, reward = harness_of(stream, live), None if live is None else live.reward
+        return "" if harness is None else str(harness), "" if reward is None else str(reward)
 
     async def _post(self, launch: Launch) -> TaskResult:
         """POST; only 429 is answered by another one under the same session, since then nothing was launched."""

@@ -55,6 +55,7 @@ def outputs(
         turn_rewards=dict(ending.turn_rewards) if verdict.outcome is EpisodeClass.SCORED else {},
         task_id="" if result is None else result.task_id,
         harness=ended.launched.harness,
+        reward_key=ended.launched.reward_key,
         evaluation=requested.evaluation,
         trace_id="" if result is None else result.trace_id or "",
         artifacts_uri="" if result is None else result.artifacts_uri or "",

@@ -97,13 +97,14 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 class TryLog(Protocol):
     """What a runner says about the try that it starts; each returns when it is on the log."""
 
-    async def intend(self, *, route: str, model_name: str, harness: str) -> None:
+    async def intend(self, *, route: str, model_name: str, harness: str, reward_key: str = "") -> None:
         """From now on something outside may run for this try.
 
         Args:
             route: How it reaches the model.
             model_name: What it calls the model; names what is registered for it.
             harness: What runs; empty where it is not known.
+            reward_key: What will score it; empty where it is not known.
         """
         ...
 

@@ -172,8 +172,10 @@ class _TryLog:
         self._launches: Final = launches
         self.launched = launched
 
-    async def intend(self, *, route: str, model_name: str, harness: str) -> None:
-        self.launched = msgspec.structs.replace(self.launched, route=route, model_name=model_name, harness=harness)
+    async def intend(self, *, route: str, model_name: str, harness: str, reward_key: str = "") -> None:
+        self.launched = msgspec.structs.replace(
+            self.launched, route=route, model_name=model_name, harness=harness, reward_key=reward_key
+        )
         await self._launches.record(self.launched)
 
     async def accept(self, task_id: str) -> None:

@@ -50,7 +50,8 @@ class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
     shared_tokens: SharedTokens
     rewards: Mapping[str, StreamReward]
     expected_rewards: Mapping[str, str] = {}
-    """stream → the "key@version" that must have scored it."""
+    """stream → the "key@version" that its episodes must have been launched under. A run that goes on with another pinned reward does not
+    mix scores of both; an episode that does not say its reward is not doubted."""
     solved_threshold: float = 1.0
     """A slot counts as solved from this raw score on, where its stream has no threshold of its own."""
 
@@ -87,7 +88,7 @@ async def map_rewards(
         return [_rejected(ended, f"gateway: {record.closed.system_error}")]
     expected = settings.expected_rewards.get(ended.stream)
     if expected is not None and ended.reward_key and ended.reward_key != expected:
-        return [_rejected(ended, f"scored by {ended.reward_key}, expected {expected}")]
+        return [_rejected(ended, f"launched under reward {ended.reward_key}, expected {expected}")]
     if not record.interactions:
         return [_rejected(ended, "no model call")]
     reward = settings.rewards.get(ended.stream)

@@ -9,7 +9,7 @@ import anyio
 from schemas.config_arena import StreamConfig
 from stages.clients.arena.client import ArenaClient
 from stages.clients.arena.errors import ArenaFatalError, RewardDriftError
-from stages.clients.arena.wire import ArenaStream, VersionedRef, check_reward
+from stages.clients.arena.wire import ArenaStream, check_reward
 
 
 class RewardGuard:
@@ -24,23 +24,20 @@ class RewardGuard:
         self._seen: dict[str, tuple[float, ArenaStream | None]] = {}
         self._lock = anyio.Lock()
 
-    async def check(self, stream: StreamConfig, row_reward: VersionedRef | None = None) -> ArenaStream | None:
-        """Compare the expected reward with the row's, where it has one, and with the live stream's.
+    async def check(self, stream: StreamConfig) -> ArenaStream | None:
+        """Compare the expected reward with the live stream's.
 
         Returns:
             The live stream; None where it can't be read and no reward is pinned.
 
         Raises:
-            RewardDriftError: One of them is another reward.
+            RewardDriftError: It is another reward.
             ArenaError: The stream can't be read.
         """
         if stream.expected_reward_ref is None:
             return await self._known(stream.stream_id)
         live = await self._live(stream.stream_id)
-        found = [("live stream", live.reward)]
-        if row_reward is not None:
-            found.append(("row", row_reward))
-        problem = check_reward(stream.name, stream.expected_reward_ref, *found)
+        problem = check_reward(stream.name, stream.expected_reward_ref, live.reward)
         if problem is not None:
             raise RewardDriftError(f"{problem}; nothing is launched. Pin the new version or restore the old one")
         return live

@@ -110,7 +110,7 @@ def judge(config: StreamConfig, facts: StreamFacts, settings: ArenaSettings) -> 
     harness = harness_of(config, stream)
     reward = stream.reward if stream is not None else None
     if stream is not None:
-        drift = check_reward(config.name, config.expected_reward_ref, ("live stream", reward))
+        drift = check_reward(config.name, config.expected_reward_ref, reward)
         if drift is not None:
             problems.append(Problem(check="reward", text=drift))
         if harness is None:

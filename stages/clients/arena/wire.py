@@ -281,15 +281,12 @@ def read_result(answer: object, task_id: str | None) -> TaskResult:
     )
 
 
-def check_reward(name: str, expected: RewardRef | None, *found: tuple[str, VersionedRef | None]) -> str | None:
-    """What is wrong with a stream's reward, or None: each place must show the expected one."""
-    if expected is None:
+def check_reward(name: str, expected: RewardRef | None, found: VersionedRef | None) -> str | None:
+    """What is wrong with a live stream's reward, or None: it must be the expected one."""
+    if expected is None or (found is not None and (found.key, found.version) == (expected.key, expected.version)):
         return None
-    for place, ref in found:
-        if ref is None or (ref.key, ref.version) != (expected.key, expected.version):
-            seen = "none" if ref is None else str(ref)
-            return f"stream {name!r}: expected reward {expected.key}@{expected.version}, the {place} has {seen}"
-    return None
+    seen = "none" if found is None else str(found)
+    return f"stream {name!r}: expected reward {expected.key}@{expected.version}, the live stream has {seen}"
 
 
 def _opened(answer: object) -> Json:

@@ -227,22 +227,27 @@ async def test_a_registration_that_is_refused_is_a_system_failure_that_closes_it
 
 
 @pytest.mark.parametrize(("own", "harness"), [("", "default-loop@4"), ("own-loop@2", "own-loop@2")])
-async def test_an_end_names_the_harness_that_ran_after_a_take_over_too(world, answer, own, harness) -> None:
+async def test_an_end_names_the_harness_and_the_reward_of_its_launch_after_a_take_over_too(
+    world, answer, own, harness
+) -> None:
     class Live:
         async def check(self, _stream) -> ArenaStream:
             default = VersionedRef(key="default-loop", version="4")
-            return ArenaStream(stream_id="arena-s", status="ACTIVE", harness=default, reward=None)
+            return ArenaStream(
+                stream_id="arena-s", status="ACTIVE", harness=default, reward=VersionedRef(key="sum", version="2")
+            )
 
     world.streams = {"s": StreamConfig(name="s", stream_id="arena-s", harness=own)}
     world.ports = {"reward": Live()}
     world.results = [world.killed()]
     with pytest.raises(RetryableError):
         await world.run()
-    assert world.recorded[0].launched.harness == harness
+    launched = world.recorded[0].launched
+    assert (launched.harness, launched.reward_key) == (harness, "sum@2")
     world.ports = {}
     world.results = [answer("DONE", 1.0)]
     (end,) = await world.run()
-    assert end.harness == harness
+    assert (end.harness, end.reward_key) == (harness, "sum@2")
 
 
 async def test_a_stream_that_can_not_be_looked_at_is_a_system_failure_within_the_budget(world) -> None:

@@ -140,7 +140,7 @@ async def test_a_reward_for_an_unknown_call_is_refused() -> None:
         ({"outcome": EpisodeClass.UNKNOWN, "status": "TIMEOUT"}, Sessions(), "TIMEOUT"),
         ({"session": ""}, Sessions(), "no session"),
         ({}, Sessions(system_error="the log was away"), "gateway: the log was away"),
-        ({"reward_key": "sum@1"}, Sessions(), "scored by sum@1, expected sum@2"),
+        ({"reward_key": "sum@1"}, Sessions(), "launched under reward sum@1, expected sum@2"),
         ({}, Sessions(num_calls=0), "no model call"),
     ],
 )

@@ -164,8 +164,6 @@ async def test_drift_of_the_reward_stops_the_launch_with_an_error(start_arena, o
     right = StreamConfig(name="w", stream_id="words", expected_reward_ref=RewardRef(key="chain_sum", version="1"))
     await guard.check(right)
     await guard.check(StreamConfig(name="w", stream_id="words"))
-    with pytest.raises(RewardDriftError, match=r"expected reward chain_sum@1, the row has chain_sum@2"):
-        await guard.check(right, VersionedRef(key="chain_sum", version="2"))
     wrong = msgspec.structs.replace(right, expected_reward_ref=RewardRef(key="chain_sum", version="2"))
     with pytest.raises(RewardDriftError, match=r"the live stream has chain_sum@1"):
         await guard.check(wrong)

@@ -148,11 +148,11 @@ def test_a_task_type_is_the_one_domain_tag_else_unknown(tags) -> None:
     assert task_type(["x", "domain:a"]) == "a"
 
 
-def test_a_reward_is_checked_against_every_place_it_must_show() -> None:
+def test_a_pinned_reward_must_be_the_live_streams() -> None:
     expected = RewardRef(key="r", version="2")
     good = read_stream({"stream_id": "s", "default_reward_ref": {"key": "r", "version": 2}}, "s").reward
-    assert check_reward("s", None, ("live stream", None)) is None
-    assert check_reward("s", expected, ("live stream", good), ("row", good)) is None
+    assert check_reward("s", None, None) is None
+    assert check_reward("s", expected, good) is None
     other = read_stream({"stream_id": "s", "default_reward_ref": {"key": "r", "version": "3"}}, "s").reward
-    assert "the live stream has r@3" in check_reward("s", expected, ("live stream", other), ("row", good))
-    assert "the row has none" in check_reward("s", expected, ("live stream", good), ("row", None))
+    assert "the live stream has r@3" in check_reward("s", expected, other)
+    assert "the live stream has none" in check_reward("s", expected, None)
