@@ -93,9 +93,7 @@ class GatewayApp:
             Exception
         ) as error:  # the edge: whatever went wrong is logged, and the client is told in its own protocol
             log.exception("fault of the gateway", path=request.path)
-            await self._refuse(
-                request, InternalError(f"a fault of the gateway: {type(error).__name__}"), protocol, send
-            )
+            await self._refuse(request, _own_fault(error), protocol, send)
 
     async def _route(
         self, request: Request, path: str, protocol: Protocol_ | None, receive: Receive, send: Send
@@ -204,10 +202,18 @@ class GatewayApp:
                 idle=stream.keep_alive,
                 idle_s=self._settings.limits.keepalive_s,
             )
+        except ClientGoneError:
+            raise
         except GatewayError as error:
             if not stream.started:
                 raise
             await stream.end(exchange.fail(error))
+            return
+        except Exception as error:  # as at the edge; an answer that has begun ends with the error in its stream
+            if not stream.started:
+                raise
+            log.exception("fault of the gateway amid a stream")
+            await stream.end(exchange.fail(_own_fault(error)))
             return
         await stream.end(exchange.finish(answers))
 
@@ -304,6 +310,10 @@ class _Stream:
             self._num_bytes = 0
             self._last_s = time.monotonic()
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _own_fault(error: Exception) -> InternalError:
+    return InternalError(f"a fault of the gateway: {type(error).__name__}")
 
 
 async def _watched(receive: Receive, work: Callable[[anyio.CancelScope], Awaitable[T]]) -> T:

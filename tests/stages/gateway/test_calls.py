@@ -75,6 +75,27 @@ async def test_a_failure_inside_a_stream_is_told_in_the_stream():
     assert home.recorder.interactions("s") == []
 
 
+async def test_a_fault_of_the_gateway_amid_a_stream_ends_the_stream_with_an_error():
+    class Broken(FakeEngine):
+        async def generate(self, request):
+            yield chunk_of(TOKENIZER.encode("half"))
+            for _ in range(20):
+                await anyio.lowlevel.checkpoint()
+            raise ZeroDivisionError
+
+    home = house(Broken())
+    ticket = await home.gateway.open_session("s")
+    for path, sign in (
+        (CHAT, "ZeroDivisionError"),
+        ("/v1/messages", "event: error"),
+        ("/v1/responses", "response.failed"),
+    ):
+        body = {"input": "x"} if path == "/v1/responses" else HELLO
+        response = await ask(home, ticket.token, body | {"stream": True}, path)
+        assert (response.status_code, "half" in response.text, sign in response.text) == (200, True, True)
+    assert home.recorder.interactions("s") == []
+
+
 async def test_the_runs_settings_rule_and_the_asked_ones_are_recorded():
     home = house(sampling=RunSampling(temperature=0.7, max_new_tokens=40))
     ticket = await home.gateway.open_session("s")
