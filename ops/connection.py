@@ -6,6 +6,8 @@ so that nobody resumes it meanwhile.
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -22,7 +24,10 @@ from broker.errors import NoSuchStreamError, NotConnectedError, StoreLockedError
 from broker.settings import ConnectSettings
 from ops.nodes.file import is_topology, load_cluster
 from ops.run_folder import Endpoints, RunFolder, RunFolderError
+from pipeline.log import RunLog
+from pipeline.presence import missing, roll_call
 from schemas.config import BrokerSection
+from schemas.topics import RUN_FINISHED, RUN_STARTED
 
 _ANSWER_S: Final = 2.0
 """A server on this machine that has not answered within this time is not there."""
@@ -36,7 +41,7 @@ class OpenedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     broker: Broker
     is_running: bool = True
-    """False: its store is served for this look only, nothing new comes."""
+    """False: the run is over or stopped, nothing new comes; an embedded store is served for this look only."""
 
 
 def find_run(target: str | None) -> RunFolder:
@@ -94,14 +99,39 @@ async def look_at_run(
         if url is not None:
             if target is None:
                 raise RunFolderError("--url needs the run's id beside it")
-            endpoints = Endpoints(run=target, broker_url=url)
-            yield OpenedRun(broker=await stack.enter_async_context(connect_to(endpoints, name=name)))
+            broker = await stack.enter_async_context(connect_to(Endpoints(run=target, broker_url=url), name=name))
+            yield OpenedRun(broker=broker, is_running=await _somebody_works(broker) or not await _is_finished(broker))
             return
         folder = find_run(target)
         if folder.nats.is_dir():
             yield await _answering_or_served(folder, name, stack)
         else:
-            yield OpenedRun(broker=await stack.enter_async_context(connect_to(folder.read_endpoints(), name=name)))
+            endpoints = folder.read_endpoints()
+            broker = await stack.enter_async_context(connect_to(endpoints, name=name))
+            elsewhere = "" if endpoints.node else socket.gethostname()
+            yield OpenedRun(
+                broker=broker, is_running=folder.is_held() or await _somebody_works(broker, not_on=elsewhere)
+            )
+
+
+async def _somebody_works(broker: Broker, *, not_on: str = "") -> bool:
+    """Whether a process of the run is there.
+
+    Args:
+        not_on: a host whose processes are known to be gone.
+    """
+    presences = await roll_call(broker)
+    dead = missing(presences, heard=frozenset(), now=time.time())
+    return any(one not in dead and one.host != not_on for one in presences)
+
+
+async def _is_finished(broker: Broker) -> bool:
+    """Whether the run's latest start has reached its end."""
+    run_log = RunLog(broker)
+    ordinal = -1
+    while await run_log.find(RUN_STARTED, ordinal + 1) is not None:
+        ordinal += 1
+    return ordinal >= 0 and await run_log.find(RUN_FINISHED, ordinal) is not None
 
 
 async def _answering_or_served(folder: RunFolder, name: str, stack: AsyncExitStack) -> OpenedRun:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import psutil
 
 from broker.settings import ConnectSettings
 from ops.config import RunConfig
@@ -86,6 +87,22 @@ class RunFolder:
             file.write(str(os.getpid()))
             file.flush()
             yield
+
+    def is_held(self) -> bool:
+        """Whether a process of this machine holds the folder."""
+        try:
+            with (self.path / "run.lock").open(encoding="ascii", errors="replace") as file:
+                pid = file.read().strip()
+                # Only a living holder is asked for its lock: a run that is just starting would find it taken.
+                if not pid.isdecimal() or not psutil.pid_exists(int(pid)):
+                    return False
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except OSError:
+                    return True
+        except OSError:
+            return False
+        return False
 
     def say_ready(self) -> None:
         """This process has started its workers."""

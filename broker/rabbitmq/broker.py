@@ -30,7 +30,7 @@ from broker.errors import BrokerError, NoSuchStreamError, TooLargeError, Topolog
 from broker.iterating import Iterating
 from broker.naming import any_matches, check_literal, check_log_filters, check_log_subject, run_names
 from broker.rabbitmq.beside import running_beside
-from broker.rabbitmq.dispatcher import Dispatcher, position_key
+from broker.rabbitmq.dispatcher import Dispatcher, position_key, read_position
 from broker.rabbitmq.follower import Follower
 from broker.rabbitmq.index import IndexSnapshot, Kind, LogIndex
 from broker.rabbitmq.link import LOST, ConnectionState, Link, open_link
@@ -99,7 +99,7 @@ class RabbitBroker:
         """Let another process dispatch."""
         if self._dispatches:
             with suppress(BrokerError):
-                await self._dispatcher.release()
+                await self._dispatcher.stop()
 
     @property
     def run(self) -> str:
@@ -229,7 +229,7 @@ class RabbitBroker:
         parked = await self._parked.all()
         for spec in list(index.durables.values()):
             position = await self._state.load(position_key(spec.name))
-            fed = int(position[0]) if position else 0
+            fed = read_position(position[0])[0] if position else 0
             filters = tuple(spec.filters)
             behind = sum(
                 any_matches(filters, index.subject_of(sequence))

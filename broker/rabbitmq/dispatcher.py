@@ -53,6 +53,7 @@ MAX_READY: Final = 10_000
 """A queue with so many waiting tasks is fed no further: the log is the better place to wait in."""
 _SAVE_EVERY_S: Final = 0.5
 _PARKED_PERIOD_S: Final = 0.1
+_YOUNG: Final = "~"
 _STILLBORN_S: Final = 10.0
 """A new queue that has confirmed nothing for so long never will."""
 
@@ -81,6 +82,17 @@ def position_key(durable: str) -> str:
     return f"fed-{durable}"
 
 
+def position_bytes(position: int, *, is_young: bool) -> bytes:
+    """How far a durable is fed, and whether its queue may still be lost by a kill of its server."""
+    return f"{position}{_YOUNG if is_young else ''}".encode()
+
+
+def read_position(saved: bytes) -> tuple[int, bool]:
+    """See `position_bytes`."""
+    text = saved.decode()
+    return int(text.removesuffix(_YOUNG)), text.endswith(_YOUNG)
+
+
 class Dispatcher:
     """See the module."""
 
@@ -104,9 +116,19 @@ class Dispatcher:
         self._read: Final = read_log
         self._get: Final = get
         self._revision = 0
+        self._scope: Final = anyio.CancelScope()
+        self._ended: Final = anyio.Event()
+        self._stopping = False
 
     async def run(self) -> None:
-        """Dispatch whenever nobody else does, for ever."""
+        """Dispatch whenever nobody else does, until `stop`."""
+        try:
+            with self._scope:
+                await self._run_on()
+        finally:
+            self._ended.set()
+
+    async def _run_on(self) -> None:
         while True:
             if await self._take_lease():
                 log.info("dispatching", run=self._run)
@@ -138,8 +160,12 @@ class Dispatcher:
         lease = Lease(owner=self._owner, until_unix_s=time.time() + LEASE_S)
         return await self._state.save(_LEASE_KEY, msgspec.msgpack.encode(lease), revision)
 
-    async def release(self) -> None:
-        """Let somebody else dispatch at once."""
+    async def stop(self) -> None:
+        """End, with all positions saved, then let somebody else dispatch at once: it goes on from there."""
+        self._stopping = True
+        self._scope.cancel()
+        with anyio.move_on_after(LEASE_S):
+            await self._ended.wait()
         found = await self._state.load(_LEASE_KEY)
         if found is not None and msgspec.msgpack.decode(found[0], type=Lease).owner == self._owner:
             try:
@@ -187,29 +213,31 @@ class Dispatcher:
     async def _feed_queue(self, channel: Channel, spec: DurableSpec) -> None:
         key = position_key(spec.name)
         found = await self._state.load(key)
-        position = int(found[0]) if found else 0
+        position, is_young = read_position(found[0]) if found else (0, True)
         if not await is_there(self._link, work_queue(self._run, spec.name)):
             position = 0  # a new queue, or one that was lost with all that was fed: what is done already is done again, harmlessly
         await declare_work(channel, self._run, spec.name)
-        feeding = _Feeding(channel, self._run, spec.name, position, is_young=found is None)
+        feeding = _Feeding(channel, self._run, spec.name, position, is_young=is_young)
         async with self._read(tuple(spec.filters), position) as records, anyio.create_task_group() as tasks:
             tasks.start_soon(self._save_positions, key, feeding)
             async for record in records:
                 await feeding.put(record, tasks)
 
     async def _save_positions(self, key: str, feeding: _Feeding) -> None:
-        saved = feeding.position
-        await anyio.sleep(queues.SETTLE_S)  # a queue that is lost before that must be fed from where it began
+        saved, is_young = feeding.position, True
         try:
+            await anyio.sleep(queues.SETTLE_S)  # a queue that is lost before that must be fed from where it began
+            is_young = False
             while True:
                 await anyio.sleep(_SAVE_EVERY_S)
                 if feeding.position != saved:
                     saved = feeding.position
-                    await self._state.save(key, str(saved).encode(), None)
+                    await self._state.save(key, position_bytes(saved, is_young=False), None)
         finally:
-            if feeding.position != saved:
+            # what a young queue was fed counts at a good end only: a killed server may have lost it
+            if feeding.position != saved and (self._stopping or not is_young):
                 with anyio.CancelScope(shield=True):
-                    await self._state.save(key, str(feeding.position).encode(), None)
+                    await self._state.save(key, position_bytes(feeding.position, is_young=is_young), None)
 
     async def _unpark(self, channel: Channel) -> None:
         while True:

@@ -1,0 +1,42 @@
+"""How far each durable is fed is known after a good end, however short the run was."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.api import ConsumerSettings
+from broker.conformance.asserting import fill, take_and_ack
+from broker.rabbitmq.dispatcher import position_bytes, read_position
+
+pytestmark = pytest.mark.resources
+
+
+async def test_a_run_that_ended_before_its_queues_had_settled_has_nothing_pending(make, monkeypatch):
+    async with make() as broker:
+        monkeypatch.setattr("broker.rabbitmq.queues.SETTLE_S", 600.0)
+        async with broker.consume("d", [f"hr.{broker.run}.>"], ConsumerSettings()) as deliveries:
+            await fill(broker, "a.b", 20)
+            await take_and_ack(deliveries, 20)
+    monkeypatch.setattr("broker.rabbitmq.queues.SETTLE_S", 0.0)
+    async with make() as later:
+        assert [(one.durable, one.num_pending) for one in await later.consumers()] == [("d", 0)]
+
+
+async def test_the_next_dispatcher_goes_on_where_the_one_before_it_ended(make, monkeypatch):
+    async with make() as second:
+        async with make() as first:
+            monkeypatch.setattr("broker.rabbitmq.queues.SETTLE_S", 600.0)
+            async with first.consume("d", [f"hr.{first.run}.>"], ConsumerSettings()) as deliveries:
+                await fill(first, "a.b", 20)
+                await take_and_ack(deliveries, 20)
+        async with second.consume("d", [f"hr.{second.run}.>"], ConsumerSettings()) as deliveries:
+            await fill(second, "a.b", 1, first=20)
+            [one] = await take_and_ack(deliveries, 1)
+            assert one.subject.endswith(".20")
+            assert await second._num_ready("d") == 0
+
+
+def test_a_position_says_whether_its_queue_is_young():
+    assert read_position(position_bytes(17, is_young=True)) == (17, True)
+    assert read_position(position_bytes(17, is_young=False)) == (17, False)
+    assert read_position(b"17") == (17, False)
