@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import msgspec
+import structlog
 from aiohttp import web
 
 from ops.arena.server import ArenaSecrets, serve
@@ -26,11 +27,15 @@ from ops.doctor.probe import probe_gpus, probe_machine
 from ops.doctor.servers import probe_http
 from ops.engines.plan import has_servers
 from ops.local_arena import local_arena_config
+from ops.workers.preflights import KIND, marks_folder, remove_left_preflights
+from ops.workers.slots import leave_mark
 from schemas.config_arena import ArenaRoute, StreamRunner
 from stages.clients.arena.client import ArenaAccess, ModelEndpoint, open_arena
 from stages.clients.arena.preflight import PreflightReport, Problem, preflight
-from stages.clients.arena.registration import RegistrationSettings, open_registrations
+from stages.clients.arena.registration import Registrations, RegistrationSettings, open_registrations
 from stages.clients.arena.secret import Secret, secret_from
+
+log = structlog.get_logger("headrace.preflight")
 
 _START_S = 60.0
 
@@ -71,14 +76,36 @@ async def _check_streams(config: RunConfig, *, allow_unhealthy: bool) -> Preflig
         _standing_in(config) as endpoint,
     ):
         proved = config.arena.route is not ArenaRoute.DIRECT
-        return await preflight(
-            client,
-            streams,
-            config.arena,
-            registrations=registrations if proved else None,
-            endpoint=endpoint,
-            allow_unhealthy=allow_unhealthy,
-        )
+        async with _marked(config, registrations) as part:
+            return await preflight(
+                client,
+                streams,
+                config.arena,
+                registrations=registrations if proved else None,
+                endpoint=endpoint,
+                allow_unhealthy=allow_unhealthy,
+                part=part,
+            )
+
+
+@asynccontextmanager
+async def _marked(config: RunConfig, registrations: Registrations) -> AsyncGenerator[str]:
+    """What tells this preflight's registration from others', kept in the run's folder while it may stand. A local Arena ends with us."""
+    if config.arena.url == LOCAL:
+        yield ""
+        return
+    folder = marks_folder(config.run.dir)
+    with ExitStack() as stack:
+        try:
+            await remove_left_preflights(registrations, folder)
+            mark = stack.enter_context(leave_mark(folder, KIND))
+        except OSError as error:  # a machine that may not write there can check a config all the same
+            log.warning("a preflight that is killed leaves its registration", error=str(error))
+            yield ""
+            return
+        yield mark.part
+        if not registrations.names:
+            mark.forget()
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from ops.topology import consumer_settings
 from ops.troubles import ARENA_LABEL
 from ops.workers.context import WorkerContext
 from ops.workers.orphans import unused_names
+from ops.workers.preflights import marks_folder, remove_left_preflights
 from ops.workers.slots import WorkerSlot, claim_slot
 from pipeline.log import RunLog
 from pipeline.metrics import Metrics
@@ -117,6 +118,7 @@ async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot, metrics: 
         else:
             left.append(name_of(slot.name))
         await registrations.remove_orphans(await unused_names(context.log, left))
+        await remove_left_preflights(registrations, marks_folder(context.folder.path))
         yield ArenaRunner(arena, route, config.arena, reward=RewardGuard(arena))
         telling.cancel_scope.cancel()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -50,6 +51,43 @@ def claim_slot(folder: Path, stage: str, *, host: str | None = None) -> Generato
         yield WorkerSlot(name=name, dead=tuple(path.name for path in others if _is_free(path)))
     finally:
         os.close(held)
+
+
+class OwnMark(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of one process that nobody follows."""
+
+    part: str
+    """Random: its own among all of the kind."""
+    path: Path
+
+    def forget(self) -> None:
+        """Nothing is left that somebody would have to look for."""
+        self.path.unlink(missing_ok=True)
+
+
+@contextmanager
+def leave_mark(folder: Path, kind: str) -> Generator[OwnMark]:
+    """Hold a file of a new name as long as the context, by which others find what this process leaves behind when it is killed.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    part = secrets.token_hex(8)
+    mark = OwnMark(part=part, path=folder / f"{kind}.{part}")
+    unseen = folder / f".{kind}.{part}"
+    held = _lock(unseen)
+    try:
+        unseen.rename(mark.path)  # nobody sees it before it is held
+        yield mark
+    finally:
+        os.close(held)
+
+
+def left_marks(folder: Path, kind: str) -> list[OwnMark]:
+    """The marks of processes that are gone."""
+    paths = [path for path in sorted(folder.glob(f"{kind}.*")) if _is_free(path)]
+    return [OwnMark(part=path.name.removeprefix(f"{kind}."), path=path) for path in paths]
 
 
 def _is_free(path: Path) -> bool:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from ops.workers.slots import claim_slot
+from ops.workers.slots import claim_slot, leave_mark, left_marks
 
 
 def test_two_living_workers_have_different_names(tmp_path) -> None:
@@ -36,3 +36,13 @@ def test_a_killed_workers_name_is_free_and_told_to_the_next(tmp_path) -> None:
         assert (slot.name, slot.dead) == ("launch.h.0", ("launch.other.0",))
     with claim_slot(tmp_path, "launch", host="other") as slot:
         assert slot.name == "launch.other.0"
+
+
+def test_the_mark_of_a_killed_process_is_found_and_those_of_living_ones_are_not(tmp_path) -> None:
+    with leave_mark(tmp_path, "preflight") as first, leave_mark(tmp_path, "preflight") as second:
+        assert first.part != second.part
+        assert left_marks(tmp_path, "preflight") == []
+    assert {mark.part for mark in left_marks(tmp_path, "preflight")} == {first.part, second.part}
+    first.forget()
+    (left,) = left_marks(tmp_path, "preflight")
+    assert left == second

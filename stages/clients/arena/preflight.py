@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 import msgspec
@@ -12,7 +13,7 @@ import msgspec
 from schemas.config_arena import ArenaSettings, StreamConfig, protocol_of
 from stages.clients.arena.client import ArenaClient, ModelEndpoint
 from stages.clients.arena.errors import ArenaError
-from stages.clients.arena.registration import Registrations
+from stages.clients.arena.registration import Registrations, preflight_model_name
 from stages.clients.arena.wire import (
     FAILED_STATUSES,
     TERMINAL_STATUSES,
@@ -23,7 +24,6 @@ from stages.clients.arena.wire import (
 )
 
 HISTORY_TASKS = 100
-PREFLIGHT_MODEL = "stream-areal-preflight"
 
 
 class StreamFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,11 +154,12 @@ def health(tasks: Sequence[StreamTask], harness: VersionedRef | None, reward: Ve
 
 
 async def prove_model_gateway(
-    registrations: Registrations, client: ArenaClient, endpoint: ModelEndpoint
+    registrations: Registrations, client: ArenaClient, endpoint: ModelEndpoint, *, part: str
 ) -> Problem | None:
     """One tiny generation through a registration of its own: control-plane success doesn't prove that key."""
+    name = preflight_model_name(registrations.run_label, part)
     try:
-        async with registrations.hold(PREFLIGHT_MODEL, endpoint, shared=False) as name:
+        async with registrations.hold(name, endpoint, shared=False):
             await client.generate_once(name)
     except ArenaError as error:
         return Problem(check="model_gateway", text=str(error))
@@ -173,12 +174,23 @@ async def preflight(
     registrations: Registrations | None,
     endpoint: ModelEndpoint | None,
     allow_unhealthy: bool,
+    part: str = "",
 ) -> PreflightReport:
-    """Check all streams and, where a registration would be used, the model gateway's key."""
+    """Check all streams and, where a registration would be used, the model gateway's key.
+
+    Args:
+        client: Of the Arena.
+        streams: To be checked.
+        settings: What a healthy stream is.
+        registrations: None: nothing is registered.
+        endpoint: What answers the one generation.
+        allow_unhealthy: Waive health.
+        part: Names this preflight's registration among all of the run's; empty: a random one that nobody can find again.
+    """
     reports = [judge(stream, await gather(client, stream), settings) for stream in streams]
     problems: list[Problem] = []
     if registrations is not None and endpoint is not None:
-        problem = await prove_model_gateway(registrations, client, endpoint)
+        problem = await prove_model_gateway(registrations, client, endpoint, part=part or secrets.token_hex(8))
         problems = [problem] if problem is not None else []
     return PreflightReport(streams=tuple(reports), problems=tuple(problems), allow_unhealthy=allow_unhealthy)
 

@@ -27,6 +27,7 @@ from stages.clients.arena.wire import is_json
 
 SESSION_PREFIX = "stream-areal-session-"
 EPISODE_PREFIX = "stream-areal-episode-"
+PREFLIGHT_PREFIX = "stream-areal-preflight-"
 _PROBES_AT_ONCE = 8
 _WARN_EVERY_PROBES = 10
 """A probe that goes on failing is told about once in so many."""
@@ -78,6 +79,11 @@ def session_model_name(run_label: str, *, arena_url: str, gateway_url: str, work
 def episode_model_name(run_label: str, session: str) -> str:
     """The name under which one session's own registration stands."""
     return EPISODE_PREFIX + _digest(run_label, session)
+
+
+def preflight_model_name(run_label: str, part: str) -> str:
+    """The name under which one preflight registers; `part` is its own among all of the run's."""
+    return PREFLIGHT_PREFIX + _digest(run_label, part)
 
 
 class Registrations:
@@ -157,24 +163,38 @@ class Registrations:
                 if entry.users:
                     group.start_soon(one, entry)
 
-    async def remove_orphans(self, names: Iterable[str]) -> None:
-        """Remove registrations that carry our label and that nobody here uses; advisory, foreign ones are left alone."""
+    @property
+    def run_label(self) -> str:
+        """What stands in their metadata."""
+        return self._settings.run_label
+
+    async def remove_orphans(self, names: Iterable[str]) -> set[str]:
+        """Remove registrations that carry our label and that nobody here uses; advisory, foreign ones are left alone.
+
+        Returns:
+            Those of which nothing of ours stands any more.
+        """
+        gone: set[str] = set()
         for name in names:
             if name in self._entries:
                 continue
             try:
                 model = await self._client.get_model(name)
                 if model is None:
+                    gone.add(name)
                     continue
                 metadata = model.get("metadata")
                 label = metadata.get("deployment_id") if is_json(metadata) else None
                 if label != self._settings.run_label:
                     _log.warning("a registration of another run has our name", name=name, deployment_id=str(label)[:80])
+                    gone.add(name)
                     continue
                 self.counts.orphans_removed += await self._client.delete_model(name)
+                gone.add(name)
             except ArenaError as error:
                 self.counts.failed_cleanups += 1
                 _log.warning("an orphaned registration could not be removed", name=name, error=str(error))
+        return gone
 
     async def close(self) -> None:
         """Remove everything that stands or may stand."""

@@ -4,12 +4,22 @@ import msgspec
 import pytest
 
 from ops.arena.config import HarnessKind, HarnessSpec, StreamSpec
+from ops.workers.preflights import KIND, remove_left_preflights
+from ops.workers.slots import leave_mark, left_marks
 from schemas.config_arena import ArenaSettings, LlmProtocol, RewardRef, StreamConfig
 from stages.clients.arena.client import ModelEndpoint
 from stages.clients.arena.drift import RewardGuard
 from stages.clients.arena.errors import RewardDriftError
-from stages.clients.arena.preflight import PreflightReport, Problem, StreamFacts, gather, judge, preflight
-from stages.clients.arena.registration import RegistrationSettings, open_registrations
+from stages.clients.arena.preflight import (
+    PreflightReport,
+    Problem,
+    StreamFacts,
+    gather,
+    judge,
+    preflight,
+    prove_model_gateway,
+)
+from stages.clients.arena.registration import RegistrationSettings, open_registrations, preflight_model_name
 from stages.clients.arena.secret import Secret
 from stages.clients.arena.wire import ArenaStream, StreamTask, VersionedRef
 
@@ -137,6 +147,33 @@ async def test_preflight_proves_the_model_gateways_key(start_arena, open_client,
     assert problem.check == "model_gateway"
     assert "401" in problem.text
     assert "wrong-marked-key" not in problem.text
+
+
+async def test_preflights_at_once_have_registrations_of_their_own_and_a_killed_ones_is_removed(
+    start_arena, open_client, endpoint, tmp_path
+) -> None:
+    client = await open_client(await start_arena())
+    label = RegistrationSettings(run_label="headrace-run")
+    async with open_registrations(client, label) as first, open_registrations(client, label) as second:
+        with leave_mark(tmp_path, KIND) as killed, leave_mark(tmp_path, KIND) as living:
+            names = [preflight_model_name("headrace-run", mark.part) for mark in (killed, living)]
+            problems = [
+                await prove_model_gateway(registrations, client, endpoint, part=mark.part)
+                for registrations, mark in ((first, killed), (second, living))
+            ]
+            assert problems == [None, None]
+            async with first.hold(names[0], endpoint, shared=False):
+                assert await prove_model_gateway(second, client, endpoint, part=living.part) is None
+                assert await client.get_model(names[0]) is not None
+        living.forget()
+        await client.register_model(names[0], endpoint, deployment_id="headrace-run")
+        with leave_mark(tmp_path, KIND) as third:
+            kept = preflight_model_name("headrace-run", third.part)
+            await client.register_model(kept, endpoint, deployment_id="headrace-run")
+            await remove_left_preflights(second, tmp_path)
+            assert await client.get_model(names[0]) is None
+            assert await client.get_model(kept) is not None
+    assert left_marks(tmp_path, KIND) == [third]
 
 
 async def test_preflight_tells_an_unreachable_policy_from_a_wrong_key(start_arena, open_client) -> None:
