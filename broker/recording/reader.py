@@ -22,7 +22,7 @@ from broker.recording.errors import NewerRecordingError, NotARecordingError
 from broker.recording.frames import Damage, FramePlace, read_frame
 from broker.recording.header import Header, read_header
 from broker.recording.index import Lookup, MessageEntry, PayloadEntry, entities_of, load_index
-from broker.recording.writer import part_path, part_paths
+from broker.recording.writer import check_no_folder, part_path, part_paths
 from schemas.payload import INLINE, PayloadRef, check_payload
 from schemas.subjects import matches
 
@@ -74,6 +74,7 @@ class Recording:
         Raises:
             NotARecordingError, NewerRecordingError, FileNotFoundError.
         """
+        check_no_folder(path)
         self.path: Final = path
         self.damages: Final[list[Damage]] = []
         self.complete = True

@@ -28,6 +28,12 @@ _IDS_REMEMBERED: Final = 1 << 17
 """Payload ids by which a payload that is named again is known to stand in the recording."""
 
 
+def check_no_folder(path: Path) -> None:
+    """Raise NotARecordingError for a folder."""
+    if path.is_dir():
+        raise NotARecordingError(f"{path}: expected a recording's file, such as run.hrrec, found a folder")
+
+
 def part_path(path: Path, part: int) -> Path:
     """The file of a recording's `part`: run.hrrec, run.0001.hrrec, run.0002.hrrec and so on."""
     return path if part == 0 else path.with_name(f"{path.stem}.{part:04d}{path.suffix}")
@@ -187,6 +193,7 @@ class RecordingWriter:
             RecordingInUseError: another process writes it.
             NotARecordingError, NewerRecordingError.
         """
+        check_no_folder(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = lock_file(path)
         try:

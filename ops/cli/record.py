@@ -16,6 +16,7 @@ from ops.logtools.plain import size
 from ops.logtools.record import DEFAULT_ROTATE_BYTES, record_run
 from ops.stopping import until_stopped
 from pipeline.logs import set_up_logs
+from schemas.errors import ConfigError
 
 
 def record(
@@ -90,7 +91,9 @@ def record(
                         on_started=show,
                     )
 
-    with plain_errors():
+    with plain_errors(OSError):
+        if rotate_bytes < 1:
+            raise ConfigError(f"--rotate-bytes: expected at least 1, found {rotate_bytes}")
         figures = anyio.run(work)
     if json:
         write_json(figures)

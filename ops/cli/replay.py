@@ -106,7 +106,15 @@ def replay(
     if (stage is None) == diff:
         sys.stderr.write("headrace replay: --stage and --diff belong together\n")
         return EXIT_USAGE
+    if stage is None and (into is None) == (url is None):
+        found = "both" if into is not None else "neither"
+        sys.stderr.write(
+            f"headrace replay: expected --into FOLDER or --url URL, found {found}; or --stage STAGE --diff\n"
+        )
+        return EXIT_USAGE
     with plain_errors(OSError), Recording(file) as recording:
+        if limit < 0:
+            raise ConfigError(f"--limit: expected at least 0, found {limit}")
         if stage is not None:
             report = anyio.run(diff_stage, recording, stage, set_ or [])
             if json:
@@ -115,9 +123,6 @@ def replay(
                 print_report(report, console(), limit=limit)
             incomplete = tell_soundness(soundness(recording))
             return EXIT_FAILED if report.differences or not report.compared else incomplete
-        if (into is None) == (url is None):
-            sys.stderr.write("headrace replay: expected --into FOLDER or --url URL, or --stage STAGE --diff\n")
-            return EXIT_USAGE
         stretch = parse_stretch(recording, from_, to)
         settings = ReplaySettings(
             speed=_speed(speed),
@@ -140,7 +145,13 @@ def replay(
             f"{f', {figures.standing:,} stood already' if figures.standing else ''}{gone}"
         )
     incomplete = tell_soundness(sound)
-    return EXIT_INTERRUPTED if stopped else incomplete
+    if stopped:
+        return EXIT_INTERRUPTED
+    if not figures.published and not figures.standing:
+        wanted = "--subject, --from and --to leave none of them" if subject or from_ or to else "it holds none"
+        sys.stderr.write(f"headrace: no message of {file} was published: {wanted}\n")
+        return EXIT_FAILED
+    return incomplete
 
 
 class _Target:

@@ -70,7 +70,7 @@ def tap(
     rate
         Show messages and bytes a second by topic instead.
     follow
-        Everything about one group or episode.
+        Everything about one group or episode; with a pattern only what matches it, too.
     per_second
         Messages shown a second.
     limit
@@ -85,8 +85,12 @@ def tap(
     with plain_errors():
         if not pattern and follow is None:
             raise ConfigError("tap: expected a pattern such as episode.ended, or --follow EPISODE; '>' is everything")
+        if rate and follow is not None:
+            raise ConfigError("tap: --rate counts topics and --follow shows messages: expected one of them")
         if per_second < 1:
             raise ConfigError(f"--per-second: expected at least 1, found {per_second}")
+        if limit is not None and limit < 1:
+            raise ConfigError(f"--limit: expected at least 1, found {limit}")
         run_until_interrupt(
             lambda: _tap(pattern, run, where, fields, rate, follow, per_second, limit, from_start, url, json)
         )
@@ -108,26 +112,27 @@ async def _tap(
 ) -> None:
     async with look_at_run(run, url=url, name="tap") as opened:
         broker = opened.broker
-        if not opened.is_running and (rate or not from_start):
-            raise RunFolderError(
-                f"run {broker.run!r} is not running, so nothing new comes; `headrace tap … --from-start` shows what its log holds"
-            )
         parsed = [parse_pattern(text, broker.run) for text in patterns]
         filters = [found.filter for found in parsed]
         topics = {name for found in parsed for name in found.topics}
-        if rate:
-            await _show_rates(broker, filters, json=json)
-            return
         only = None
         if follow is not None:
             subject = parse_name(follow)
-            filters += follow_filters(broker.run, subject)
+            own = follow_filters(broker.run, subject)
             only = is_about(subject)
-            topics = {topic.name for topic in TOPICS}
+            if not parsed:
+                filters, topics = own, {topic.name for topic in TOPICS}
         known = field_names([topic.message for topic in TOPICS if topic.name in topics])
         paths = [path.strip() for path in fields.split(",")] if fields else []
         check_fields(paths, known)
         expression = Expression(where, known) if where is not None else None
+        if not opened.is_running and (rate or not from_start):
+            raise RunFolderError(
+                f"run {broker.run!r} is not running, so nothing new comes; `headrace tap … --from-start` shows what its log holds"
+            )
+        if rate:
+            await _show_rates(broker, filters, json=json)
+            return
         settings = TapSettings(per_second=per_second, limit=limit, from_start=from_start, follow=opened.is_running)
         screen = console()
         async for seen in tap_log(broker, filters, settings, where=expression, only=only):

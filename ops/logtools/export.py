@@ -20,6 +20,7 @@ import msgspec
 
 from broker.errors import BrokerError
 from ops.logtools.row_places import row_places
+from ops.logtools.slot_life import shown_error
 from ops.logtools.sources import LogSource, tell
 from pipeline.generations import Generations
 from schemas.errors import ConfigError, SchemaError
@@ -158,7 +159,8 @@ async def _episodes(source: LogSource, table: _Table) -> None:
                 line: Line = {
                     "group": ended.group, "slot": ended.slot, "attempt": ended.attempt, "stream": ended.stream,
                     "data_id": ended.data_id, "tags": list(ended.tags), "session": ended.session,
-                    "outcome": ended.outcome.value, "final": ended.final, "status": ended.status, "error": ended.error,
+                    "outcome": ended.outcome.value, "final": ended.final, "status": ended.status,
+                    "error": shown_error(ended),
                     "score": ended.score, "reward_key": ended.reward_key, "evaluation": ended.evaluation,
                     "seconds": ended.seconds, "sequence": record.sequence, "time": int(record.unix_time_s * 1e6),
                 }  # fmt: skip

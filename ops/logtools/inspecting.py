@@ -11,6 +11,7 @@ from broker.recording import Recording
 from ops.logtools.facts import GroupFacts
 from ops.logtools.names import Subject
 from ops.logtools.plain import Plain, moment, opened_json, plain
+from ops.logtools.slot_life import shown_error
 from ops.logtools.soundness import soundness
 from ops.logtools.sources import tell
 from schemas.errors import SchemaError
@@ -168,10 +169,13 @@ def facts_of(recording: Recording, group: str) -> GroupFacts:
 
 
 def conversations(recording: Recording, subject: Subject) -> list[Conversation]:
-    """The episodes of what was asked for: all slots of a group, or one."""
+    """The episodes of what was asked for: all slots of a group, or one; none where there is no such slot or attempt."""
     facts = facts_of(recording, subject.group)
-    slots = facts.slots() if subject.slot is None else [subject.slot]
-    return [_conversation(recording, facts, slot, subject.attempt) for slot in slots]
+    slots = [slot for slot in facts.slots() if subject.slot in (None, slot)]
+    found = [_conversation(recording, facts, slot, subject.attempt) for slot in slots]
+    if subject.attempt is not None:
+        found = [one for one in found if one.attempts]
+    return found
 
 
 def _conversation(recording: Recording, facts: GroupFacts, slot: int, only_attempt: int | None) -> Conversation:
@@ -214,7 +218,7 @@ def _attempt(recording: Recording, facts: GroupFacts, slot: int, attempt: int) -
         outcome=ended.message.outcome.value if ended else "not ended",
         status=ended.message.status if ended else "",
         score=ended.message.score if ended else None,
-        error=ended.message.error if ended else "",
+        error=shown_error(ended.message) if ended else "",
         calls=calls,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -151,8 +152,8 @@ def _ended(ended: EpisodeEnded) -> str:
         text += f", {_turn_rewards(len(ended.turn_rewards))}"
     if ended.reward_key:
         text += f" by {ended.reward_key}"
-    if ended.error:
-        text += f", {ended.error}"
+    if error := shown_error(ended):
+        text += f", {error}"
     return text if ended.final else f"{text}; another attempt follows"
 
 
@@ -217,6 +218,19 @@ def slot_fate(facts: GroupFacts, steps: StepFacts, slot: int) -> tuple[Fate, str
         return Fate.EVALUATED, f"evaluation, reward {_reward(message)}; never trained on", ""
     fate, verdict, waits_for = group_fate(facts, steps)
     return fate, f"reward {_reward(message)}; its group: {verdict}", waits_for
+
+
+def slots_text(slots: Sequence[int]) -> str:
+    """Which slots a group has, for people."""
+    if len(slots) == 1:
+        return f"slot {slots[0]} only"
+    whole = list(slots) == list(range(slots[0], slots[-1] + 1))
+    return f"slots {slots[0]} to {slots[-1]}" if whole else f"slots {', '.join(map(str, slots))}"
+
+
+def shown_error(ended: EpisodeEnded) -> str:
+    """What went wrong in an attempt; empty where nothing but its status says so."""
+    return "" if ended.error == ended.status else ended.error
 
 
 def _reward(message: Trajectory) -> str:

@@ -18,6 +18,7 @@ from ops.logtools.slot_life import (
     slot_events,
     slot_fate,
     slot_waits_for,
+    slots_text,
 )
 from ops.logtools.sources import LogSource
 from ops.logtools.step_life import step_life
@@ -58,6 +59,10 @@ def _slot_life(
     source: LogSource, subject: Subject, facts: GroupFacts, steps: StepFacts, rows: list[RowPlace], problems: list[str]
 ) -> Life:
     slot = subject.slot or 0
+    slots = facts.slots()
+    if slots and slot not in slots:
+        verdict = f"group {facts.group} has no slot {slot}, it has {slots_text(slots)}"
+        return _life(source, subject, Fate.UNKNOWN, verdict, "", facts, [], problems)
     fate, verdict, waits_for = slot_fate(facts, steps, slot)
     own = [row for row in rows if row.slot == slot]
     if subject.kind is Kind.ROW:

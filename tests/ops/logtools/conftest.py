@@ -4,6 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+import anyio
 import cyclopts
 import pytest
 
@@ -11,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from synthetic import SyntheticRun
 
+from broker.embedded import EmbeddedServer
 from broker.recording import Recording
 from ops.cli.dead import app as dead_app
 from ops.cli.export import export
@@ -21,6 +23,7 @@ from ops.cli.replay import replay
 from ops.cli.schema import schema
 from ops.cli.tap import tap
 from ops.cli.why import why
+from ops.connection import find_run
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +76,18 @@ def headrace(app, capsys, monkeypatch):
         return code, out.out, out.err
 
     return call
+
+
+@pytest.fixture(scope="module")
+def replayed(app, recorded, tmp_path_factory):
+    """A run's folder that a replay filled, with its broker running."""
+    folder = tmp_path_factory.mktemp("runs") / "again"
+    assert app(["replay", str(recorded), "--into", str(folder), "--quiet"], result_action="return_value") == 0
+    server = EmbeddedServer(folder / "nats")
+    anyio.run(server.start)
+    run = find_run(str(folder))
+    run.write_endpoints(
+        type(run.read_endpoints())(run="r", broker_url=server.url, broker_login=server.connect_settings())
+    )
+    yield folder
+    anyio.run(server.stop)

@@ -3,26 +3,7 @@
 import json
 import shutil
 
-import anyio
 import pytest
-
-from broker.embedded import EmbeddedServer
-from ops.connection import find_run
-
-
-@pytest.fixture(scope="module")
-def replayed(app, recorded, tmp_path_factory):
-    """A run's folder that a replay filled, with its broker running."""
-    folder = tmp_path_factory.mktemp("runs") / "again"
-    assert app(["replay", str(recorded), "--into", str(folder), "--quiet"], result_action="return_value") == 0
-    server = EmbeddedServer(folder / "nats")
-    anyio.run(server.start)
-    run = find_run(str(folder))
-    run.write_endpoints(
-        type(run.read_endpoints())(run="r", broker_url=server.url, broker_login=server.connect_settings())
-    )
-    yield folder
-    anyio.run(server.stop)
 
 
 def test_inspect_says_what_a_recording_holds(headrace, recorded):
