@@ -18,9 +18,9 @@ from ops.session_calls import RemoteSessions
 from ops.topology import consumer_settings
 from ops.troubles import ARENA_LABEL
 from ops.workers.context import WorkerContext
-from ops.workers.orphans import unused_names
+from ops.workers.orphans import left_names
 from ops.workers.preflights import marks_folder, remove_left_preflights
-from ops.workers.slots import WorkerSlot, claim_slot
+from ops.workers.slots import WorkerSlot, claim_slot, hold_if_dead
 from pipeline.log import RunLog
 from pipeline.metrics import Metrics
 from pipeline.runner import RunnerSettings, StageRunner
@@ -35,7 +35,12 @@ from stages.arena_launch.routes import SessionGatewayRoute, make_route
 from stages.arena_launch.stage import LaunchSettings, launch_episode
 from stages.clients.arena.client import ArenaClient, open_arena
 from stages.clients.arena.drift import RewardGuard
-from stages.clients.arena.registration import RegistrationSettings, open_registrations, session_model_name
+from stages.clients.arena.registration import (
+    Registrations,
+    RegistrationSettings,
+    is_name_of_worker,
+    open_registrations,
+)
 from stages.clients.arena.secret import secret_from
 
 STAGE = "arena_launch"
@@ -88,9 +93,6 @@ async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot, metrics: 
     bound = f"http://{config.gateway.host}:{context.endpoints.gateway_port}"
     gateway_url = config.gateway.public_url or bound  # as sessions say it
 
-    def name_of(worker: str) -> str:
-        return session_model_name(run_label, arena_url=access.base_url, gateway_url=gateway_url, worker=worker)
-
     async with (
         open_arena(access, heard=_told_in(metrics)) as arena,
         anyio.create_task_group() as telling,
@@ -112,15 +114,34 @@ async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot, metrics: 
             worker=slot.name,
             generation_key=secret_from(os.environ, GENERATION_KEY_ENV),
         )
-        left = [name_of(worker) for worker in slot.dead]
         if isinstance(route, SessionGatewayRoute):
             route.know(gateway_url)
-        else:
-            left.append(name_of(slot.name))
-        await registrations.remove_orphans(await unused_names(context.log, left))
+        await _take_up(context, slot, registrations, access.base_url)
         await remove_left_preflights(registrations, marks_folder(context.folder.path))
         yield ArenaRunner(arena, route, config.arena, reward=RewardGuard(arena))
         telling.cancel_scope.cancel()
+
+
+async def _take_up(context: WorkerContext, slot: WorkerSlot, registrations: Registrations, arena_url: str) -> None:
+    """Remove what dead workers left registered for any gateway, and take up what this slot's former worker left in use."""
+
+    def owner(name: str) -> str:
+        for worker in (slot.name, *slot.dead):
+            if is_name_of_worker(name, registrations.run_label, arena_url=arena_url, worker=worker):
+                return worker
+        return ""
+
+    left = await left_names(context.log, lambda name: bool(owner(name)))
+    for name in left.used:
+        if owner(name) == slot.name:
+            registrations.inherit(name)
+    for name in left.unused:
+        if (worker := owner(name)) == slot.name:
+            await registrations.remove_orphans([name])
+            continue
+        with hold_if_dead(context.folder.path / "workers", worker) as is_dead:
+            if is_dead:
+                await registrations.remove_orphans([name])
 
 
 def _told_in(metrics: Metrics) -> Callable[[str], None]:

@@ -53,6 +53,17 @@ def claim_slot(folder: Path, stage: str, *, host: str | None = None) -> Generato
         os.close(held)
 
 
+@contextmanager
+def hold_if_dead(folder: Path, name: str) -> Generator[bool]:
+    """Keep a dead worker's slot free as long as the context: nobody takes its name up meanwhile. False: somebody has it by now."""
+    held = _lock(folder / name)
+    try:
+        yield held >= 0
+    finally:
+        if held >= 0:
+            os.close(held)
+
+
 class OwnMark(msgspec.Struct, frozen=True, kw_only=True):
     """A file of one process that nobody follows."""
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from ops.workers.slots import claim_slot, leave_mark, left_marks
+from ops.workers.slots import claim_slot, hold_if_dead, leave_mark, left_marks
 
 
 def test_two_living_workers_have_different_names(tmp_path) -> None:
@@ -46,3 +46,12 @@ def test_the_mark_of_a_killed_process_is_found_and_those_of_living_ones_are_not(
     first.forget()
     (left,) = left_marks(tmp_path, "preflight")
     assert left == second
+
+
+def test_a_dead_workers_name_is_taken_up_by_nobody_while_it_is_held(tmp_path) -> None:
+    with claim_slot(tmp_path, "launch", host="h") as first, hold_if_dead(tmp_path, first.name) as is_dead:
+        assert not is_dead
+    with hold_if_dead(tmp_path, "launch.h.0") as is_dead, claim_slot(tmp_path, "launch", host="h") as second:
+        assert (is_dead, second.name) == (True, "launch.h.1")
+    with claim_slot(tmp_path, "launch", host="h") as third:
+        assert third.name == "launch.h.0"

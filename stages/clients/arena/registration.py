@@ -72,8 +72,13 @@ class _Entry:
 
 
 def session_model_name(run_label: str, *, arena_url: str, gateway_url: str, worker: str) -> str:
-    """The name under which one worker registers one gateway in one Arena; the same after a restart."""
-    return SESSION_PREFIX + _digest(run_label, arena_url, gateway_url, worker)
+    """The name under which one worker registers one gateway in one Arena; the same after a restart. Its first half tells the worker."""
+    return _worker_prefix(run_label, arena_url, worker) + _digest(run_label, gateway_url, size_bytes=4)
+
+
+def is_name_of_worker(name: str, run_label: str, *, arena_url: str, worker: str) -> bool:
+    """Whether one worker registers under this name, whatever the gateway is."""
+    return name.startswith(_worker_prefix(run_label, arena_url, worker))
 
 
 def episode_model_name(run_label: str, session: str) -> str:
@@ -163,6 +168,11 @@ class Registrations:
                 if entry.users:
                     group.start_soon(one, entry)
 
+    def inherit(self, name: str) -> None:
+        """A name of ours under which a former process may have registered: removed at the end, at the latest."""
+        entry = self._entries.setdefault(name, _Entry(name, None))
+        entry.may_stand = True
+
     @property
     def run_label(self) -> str:
         """What stands in their metadata."""
@@ -233,8 +243,8 @@ class Registrations:
         entry.probed_s = anyio.current_time()
         try:
             async with entry.lock:
-                if entry.standing and await self._client.renew_model(entry.name):
-                    entry.failed_probes = 0
+                if entry.may_stand and await self._client.renew_model(entry.name):
+                    entry.standing, entry.failed_probes = True, 0
                     return
                 entry.standing = False
                 restored = entry.endpoint is not None
@@ -298,5 +308,9 @@ async def open_registrations(
             await registrations.close()
 
 
-def _digest(*parts: str) -> str:
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+def _worker_prefix(run_label: str, arena_url: str, worker: str) -> str:
+    return SESSION_PREFIX + _digest(run_label, arena_url, worker, size_bytes=4)
+
+
+def _digest(*parts: str, size_bytes: int = 8) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=size_bytes).hexdigest()

@@ -288,3 +288,27 @@ async def test_a_shared_registration_that_was_adopted_before_its_gateway_was_kno
             assert await client.get_model(NAME) is not None
         assert registrations.names == [NAME]
     assert await client.get_model(NAME) is None
+
+
+async def test_what_a_former_worker_of_this_name_left_is_removed_at_the_end_though_nobody_used_it_here(
+    start_arena, open_client, endpoint
+) -> None:
+    client = await open_client(await start_arena())
+    await client.register_model(NAME, endpoint, deployment_id="headrace/run-1")
+    async with open_registrations(client, SETTINGS, sleep=never) as registrations:
+        registrations.inherit(NAME)
+        async with registrations.adopt(NAME, None, shared=True):
+            await registrations.probe()
+            assert registrations.counts.failed_probes == 0
+        assert await client.get_model(NAME) is not None
+    assert await client.get_model(NAME) is None
+
+
+async def test_a_name_that_was_taken_up_is_registered_again_for_its_first_user(
+    start_arena, open_client, endpoint
+) -> None:
+    client = await open_client(await start_arena())
+    async with open_registrations(client, SETTINGS, sleep=never) as registrations:
+        registrations.inherit(NAME)
+        async with registrations.hold(NAME, endpoint, shared=True):
+            assert await client.get_model(NAME) is not None
