@@ -120,9 +120,11 @@ class ArenaRunner:
                 route=self._route.name, model_name=access.model_name, harness=harness, reward_key=reward_key
             )
             try:
-                result = await self._post(_launch_of(episode, access))
+                result = await self._post(_launch_of(episode, access), over)
             except ArenaFatalError as error:
                 return Ending(status=LAUNCH_REFUSED, error=str(error))
+            if result is None:
+                return Ending(status=LOCAL_WAIT_CANCELLED, error="its group is closed")
             if result.terminal:
                 return Ending(status=result.status, result=result)
             await log.accept(result.task_id)
@@ -135,13 +137,19 @@ class ArenaRunner:
         harness, reward = harness_of(stream, live), None if live is None else live.reward
         return "" if harness is None else str(harness), "" if reward is None else str(reward)
 
-    async def _post(self, launch: Launch) -> TaskResult:
-        """POST; only 429 is answered by another one under the same session, since then nothing was launched."""
+    async def _post(self, launch: Launch, over: anyio.Event) -> TaskResult | None:
+        """POST; only 429 is answered by another one under the same session, since then nothing was launched.
+
+        Returns:
+            The answer; None where the episode's group was closed before the Arena took it.
+        """
         for number in range(self._settings.request_retries):
             try:
                 return await self._arena.launch(launch)
-            except ArenaBusyError:
-                await self._pause(pause_s(number, None, datetime.now(UTC)), anyio.Event())
+            except ArenaBusyError as error:
+                await self._pause(pause_s(number, error.retry_after, datetime.now(UTC)), over)
+            if over.is_set():
+                return None
         return await self._arena.launch(launch)
 
     async def _watch(self, task_id: str, stream: StreamConfig, over: anyio.Event) -> Ending:

@@ -14,7 +14,7 @@ Two orders:
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
@@ -76,32 +76,6 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     """Index into the stream's source rows."""
     epoch: int
-
-
-class Eligible(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of a stream that may be drawn after a filter."""
-
-    rows: tuple[int, ...]
-    warning: str | None
-    """Set where the filter would have emptied the stream and all its rows came back; to be logged by the caller."""
-
-
-def eligible_rows(name: str, num_rows: int, filtered: Collection[int]) -> Eligible:
-    """Take the filtered rows out of a stream; a filter that takes all of them takes none, and says so.
-
-    Raises:
-        MixtureError: The stream has no rows at all.
-    """
-    if num_rows < 1:
-        raise MixtureError(f"stream {name!r} has no rows: expected at least 1; remove the stream or fill its dataset")
-    out = frozenset(filtered)
-    rows = tuple(row for row in range(num_rows) if row not in out)
-    if rows:
-        return Eligible(rows=rows, warning=None)
-    text = (
-        f"stream {name!r}: a filter removed all {num_rows} rows; all {num_rows} were recycled, its weight still holds"
-    )
-    return Eligible(rows=tuple(range(num_rows)), warning=text)
 
 
 def plan_mixture(

@@ -38,9 +38,15 @@ class ArenaConnectionError(ArenaRetryableError):
 class ArenaBusyError(ArenaRetryableError):
     """The Arena answered 429 or 5xx, after all tries."""
 
-    def __init__(self, message: str, *, status: int) -> None:
+    def __init__(self, message: str, *, status: int, retry_after: str | None = None) -> None:
+        """Args:
+        message: What was asked and answered.
+        status: Of the last answer.
+        retry_after: Its header of that name, as it came.
+        """
         super().__init__(message)
         self.status = status
+        self.retry_after = retry_after
 
 
 class ArenaLaunchLostError(ArenaRetryableError):

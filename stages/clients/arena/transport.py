@@ -137,7 +137,7 @@ class Transport:
         status = answer.status_code
         text = f"{_name(request)}: HTTP {status}: {self._quoted(request, answer.text)}"
         if retryable_status(status):
-            return ArenaBusyError(text, status=status)
+            return ArenaBusyError(text, status=status, retry_after=answer.headers.get("Retry-After"))
         if status == 404:
             return ArenaNotFoundError(text, status=status)
         kind = ArenaAuthError if status in (401, 403) else ArenaRefusedError

@@ -100,6 +100,26 @@ async def test_429_is_posted_again_under_the_same_session_since_nothing_was_laun
     assert end.outcome is EpisodeClass.SCORED
 
 
+async def test_429_is_posted_again_when_the_arena_asks_for_it(world, answer) -> None:
+    world.launch_answers = [ArenaBusyError("busy", status=429, retry_after="37"), answer("PENDING")]
+    await world.run()
+    assert world.pauses[0] == 37
+
+
+async def test_an_episode_whose_group_closes_while_the_arena_is_busy_is_not_posted_again(world) -> None:
+    groups = ClosedGroups()
+
+    def busy():
+        groups.close("g0000001")
+        raise ArenaBusyError("busy", status=429, retry_after="37")
+
+    world.launch_answers = [busy]
+    world.ports = {"groups": groups}
+    (end,) = await world.run()
+    assert (end.status, end.final, len(world.launches)) == ("LOCAL_WAIT_CANCELLED", True, 1)
+    assert f"close {S0}" in world.events
+
+
 async def test_429_for_ever_goes_back_to_the_runner(world) -> None:
     world.launch_answers = [ArenaBusyError("busy", status=429)]
     with pytest.raises(RetryableError):

@@ -12,7 +12,6 @@ from stages.sampling.mixture import (
     MixturePosition,
     MixtureStream,
     draw,
-    eligible_rows,
     epoch_draws,
     plan_mixture,
     position_at,
@@ -127,23 +126,13 @@ def test_the_default_order_may_deviate_by_one_and_a_half_where_the_quota_order_d
     assert worst["quota"] < 1
 
 
-def test_a_filter_that_empties_a_stream_recycles_it_and_names_it() -> None:
-    kept = eligible_rows("A", 10, {3})
-    assert kept.rows == (0, 1, 2, 4, 5, 6, 7, 8, 9)
-    assert kept.warning is None
-    starved = eligible_rows("B", 10, range(10))
-    assert starved.rows == tuple(range(10))
-    assert starved.warning is not None
-    assert "'B'" in starved.warning
-    assert "10" in starved.warning
-    streams = _streams(("A", len(kept.rows), 0.5), ("B", len(starved.rows), 0.5))
-    draws, _ = _draw_many(plan_mixture(streams, order="quota", epoch_size=18), 100)
-    assert abs(Counter(d.stream for d in draws)["B"] - 50) <= 3
+def test_a_stream_is_drawn_by_its_weight_whatever_became_of_its_rows() -> None:
+    draws, _ = _draw_many(plan_mixture(_streams(("A", 10, 0.5), ("B", 10, 0.5)), order="quota"), 100)
+    assert Counter(drawn.stream for drawn in draws) == {"A": 50, "B": 50}
+    assert set(Counter(drawn.row for drawn in draws if drawn.stream == "B").values()) == {5}
 
 
 def test_a_stream_that_is_truly_empty_is_an_error_naming_it() -> None:
-    with pytest.raises(MixtureError, match="'B'"):
-        eligible_rows("B", 0, ())
     with pytest.raises(MixtureError, match="'B'"):
         plan_mixture(_streams(("A", 10, 0.5), ("B", 0, 0.5)))
 

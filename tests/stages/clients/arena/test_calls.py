@@ -252,6 +252,14 @@ async def test_retry_after_is_honoured(start_arena, open_client) -> None:
     assert client.slept == [17]
 
 
+async def test_a_launch_that_the_arena_puts_off_tells_for_how_long(start_arena, open_client, launch_of) -> None:
+    fault = CallFault(call=CallName.LAUNCH, kind="status", status=429, retry_after_s=17)
+    client = await open_client(await start_arena(faults=_plan(fault)))
+    with pytest.raises(ArenaBusyError) as caught:
+        await client.launch(launch_of(client, "d"))
+    assert caught.value.retry_after == "17"
+
+
 async def test_a_refused_connection_is_tried_again_and_ends_as_a_connection_error(open_client) -> None:
     client = await open_client("http://127.0.0.1:9")
     with pytest.raises(Exception, match="GET /openapi/v1/streams") as caught:
