@@ -110,7 +110,7 @@ async def look_at_run(
             broker = await stack.enter_async_context(connect_to(endpoints, name=name))
             elsewhere = "" if endpoints.node else socket.gethostname()
             yield OpenedRun(
-                broker=broker, is_running=folder.is_held() or await _somebody_works(broker, not_on=elsewhere)
+                broker=broker, is_running=folder.holder() is not None or await _somebody_works(broker, not_on=elsewhere)
             )
 
 

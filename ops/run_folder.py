@@ -88,21 +88,21 @@ class RunFolder:
             file.flush()
             yield
 
-    def is_held(self) -> bool:
-        """Whether a process of this machine holds the folder."""
+    def holder(self) -> int | None:
+        """The process of this machine that holds the folder."""
         try:
             with (self.path / "run.lock").open(encoding="ascii", errors="replace") as file:
                 pid = file.read().strip()
                 # Only a living holder is asked for its lock: a run that is just starting would find it taken.
                 if not pid.isdecimal() or not psutil.pid_exists(int(pid)):
-                    return False
+                    return None
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except OSError:
-                    return True
+                    return int(pid)
         except OSError:
-            return False
-        return False
+            return None
+        return None
 
     def say_ready(self) -> None:
         """This process has started its workers."""

@@ -39,6 +39,8 @@ LIGHT_STAGES: Final = ("sampling", "fan_out", "arena_launch", "rewards", "assemb
 FROM_RUN_STAGES: Final = ("bridge", "assembly", "retention", "trainer")
 """What a run has that trains from another one's trajectories; its bridge works in the supervising process."""
 STAGES: Final = (*LIGHT_STAGES, "gateway", "trainer")
+WORKER_STAGES: Final = (*STAGES, "engine", "ranks")
+"""What a worker can be told to run."""
 
 
 async def run_service(stage: str, context: WorkerContext) -> None:
@@ -93,7 +95,7 @@ def _service(stage: str) -> Callable[[WorkerContext], Awaitable[None]]:
 
             return run_ranks
         case _:
-            raise ConfigError(f"stage {stage!r}: expected one of {', '.join(STAGES)}")
+            raise ConfigError(f"stage {stage!r}: expected one of {', '.join(WORKER_STAGES)}")
 
 
 async def _sampling(context: WorkerContext) -> None:

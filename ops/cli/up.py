@@ -1,10 +1,13 @@
-"""`headrace up TOPOLOGY`, `headrace down TOPOLOGY`."""
+"""`headrace up TOPOLOGY`, `headrace down RUN`."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Final
 
 import anyio
@@ -14,10 +17,10 @@ from rich.console import Console
 
 from ops.cli.failing import EXIT_FAILED, EXIT_INTERRUPTED, plain_errors
 from ops.cli.output import console, write_json
-from ops.connection import open_run
+from ops.connection import find_run, open_run
 from ops.nodes.asking import NodeRequest, NodeSilentError, ask_node, nodes_of
-from ops.nodes.file import Cluster, load_cluster, this_node
-from ops.run_folder import RunFolder
+from ops.nodes.file import load_cluster, this_node
+from ops.run_folder import RunFolder, RunFolderError
 from ops.running.joining import join_run
 from ops.running.run import control_run
 from ops.running.screen import print_summary
@@ -84,49 +87,77 @@ def up(
     return 0
 
 
-def down(topology: str, /, *, node: str = "", json: bool = False) -> int:
-    """Stop a whole run in good order, or let one node leave it. `headrace up` resumes, and the node comes back.
+def down(run: str, /, *, node: str = "", json: bool = False) -> int:
+    """Stop a whole run in good order, or let one node leave it. The same `headrace up` or `headrace run` resumes, and the node comes back.
 
     A node that leaves gives back what it had in hand; the others go on with it.
 
     Examples:
         headrace down examples/cluster.toml
         headrace down examples/cluster.toml --node rollout-2
+        headrace down runs/quickstart
 
     Parameters
     ----------
-    topology
-        The topology file, on a machine where a node of it runs.
+    run
+        The topology file, on a machine where a node of it runs, or a run's folder or name.
     node
         Only this node leaves.
     json
-        One JSON object: run, asked (names of nodes).
+        One JSON object: run, asked (names of nodes; of a run without nodes its process).
     """
-
-    async def work(cluster: Cluster) -> list[str]:
-        async with open_run(topology, name="down") as broker:
-            found = await nodes_of(broker)
-            if node:
-                names = [cluster.node(node).name]
-            else:  # the control node tells all others; without one, each is told
-                controlling = [state.node for state in found.values() if state.control]
-                names = [name for name in controlling if await _stop(broker, name)]
-                if names:
-                    return names
-                names = list(found)
-            asked = [name for name in names if await _stop(broker, name)]
-            if not asked:
-                raise NodeSilentError(f"no node of run {broker.run} answers ({', '.join(names) or 'none is known'})")
-            return asked
-
     with plain_errors():
-        cluster = load_cluster(topology)
-        asked = anyio.run(work, cluster)
+        if _is_a_file(run):
+            cluster = load_cluster(run)
+            name, leaving = cluster.config.run.id, cluster.node(node).name if node else ""
+            asked = anyio.run(_stop_nodes, run, leaving)
+        else:
+            folder = find_run(run)
+            name, has_nodes = folder.read_endpoints().run, bool(folder.read_endpoints().node)
+            if node and not has_nodes:
+                raise ConfigError(f"--node {node}: run {name!r} in {folder.path} has no nodes; expected none")
+            asked = anyio.run(_stop_nodes, run, node) if has_nodes else [_stop_process(folder, name)]
     if json:
-        write_json({"run": cluster.config.run.id, "asked": asked})
+        write_json({"run": name, "asked": asked})
     else:
-        console().print(f"run {cluster.config.run.id}: told to leave: {', '.join(asked)}", markup=False)
+        console().print(f"run {name}: told to leave: {', '.join(asked)}", markup=False)
     return 0
+
+
+def _is_a_file(target: str) -> bool:
+    """Whether a topology is meant, there or not."""
+    return Path(target).suffix == ".toml" and not Path(target).is_dir()
+
+
+async def _stop_nodes(target: str, node: str) -> list[str]:
+    """Tell one node, or all, to leave; those that were asked."""
+    async with open_run(target, name="down") as broker:
+        found = await nodes_of(broker)
+        if node:
+            names = [node]
+        else:  # the control node tells all others; without one, each is told
+            controlling = [state.node for state in found.values() if state.control]
+            names = [name for name in controlling if await _stop(broker, name)]
+            if names:
+                return names
+            names = list(found)
+        asked = [name for name in names if await _stop(broker, name)]
+        if not asked:
+            raise NodeSilentError(f"no node of run {broker.run} answers ({', '.join(names) or 'none is known'})")
+        return asked
+
+
+def _stop_process(folder: RunFolder, name: str) -> str:
+    """Tell the command of a run on this machine to end, as Ctrl-C does.
+
+    Raises:
+        RunFolderError: it does not run here.
+    """
+    pid = folder.holder()
+    if pid is None or not folder.is_ready(pid):  # another command may look at what is over
+        raise RunFolderError(f"run {name!r} in {folder.path} is not running on this machine")
+    os.kill(pid, signal.SIGTERM)
+    return f"pid {pid}"
 
 
 async def _stop(broker: object, name: str) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 
 import anyio
 import psutil
@@ -108,7 +109,8 @@ async def test_a_second_run_in_the_same_folder_is_refused(headrace, tmp_path) ->
             b"training.backend: expected one of torch, fsdp2, megatron, standin, found 'tourch'",
         ),
         ("policy.folder=/nowhere", b"policy.folder: /nowhere lacks"),
-        ("broker.url=ftp://x", b"broker URL: expected nats://"),
+        ("broker.url=ftp://x", b"broker.url: expected embedded, nats://host:port"),
+        ("engine.script=nowhere:nothing", b"engine.script: expected package.module:function that can be imported in"),
     ],
 )
 async def test_bad_settings_are_one_clear_line_and_nothing_is_left(headrace, setting: str, text: bytes) -> None:
@@ -120,11 +122,12 @@ async def test_bad_settings_are_one_clear_line_and_nothing_is_left(headrace, set
 
 
 async def test_a_worker_that_dies_at_start_ends_the_run_with_its_last_lines(headrace) -> None:
-    async with headrace("--set", "engine.script=nowhere:nothing") as run:
+    script = "asyncio.windows_events:SelectorEventLoop"  # is there, and can't be imported
+    async with headrace("--set", f"engine.script={script}") as run:
         assert await run.process.wait() == 1
         assert run.children() == {}
-    assert b"gateway ended" in run.stderr
-    assert b"can't import 'nowhere:nothing'" in run.stderr
+    assert b"gateway ended (exit code 78)" in run.stderr
+    assert f"can't import {script!r}".encode() in run.stderr
 
 
 def _taken_port() -> socket.socket:
@@ -193,3 +196,14 @@ async def test_an_undecodable_message_becomes_a_dead_letter_and_the_loop_goes_on
     # group.issued is read by fan-out and by assembly, episode.ended by reward mapping, trajectory.ready by assembly
     assert result["dead_letters"] == 4
     assert result["unexplained"] == 0
+
+
+async def test_down_stops_a_run_by_its_folder_in_good_order(headrace) -> None:
+    async with headrace("--steps", "1000") as run:
+        await run.wait_for_step(1)
+        command = [sys.executable, "-m", "ops", "down", str(run.folder.path)]
+        with anyio.fail_after(60):
+            told = await anyio.run_process(command)
+            assert await run.process.wait() == 130
+        assert f"run smoke: told to leave: pid {run.process.pid}" in told.stdout.decode()
+        assert run.children() == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import asynccontextmanager
@@ -112,8 +113,8 @@ async def test_commands_say_that_it_is_over_and_end(run, arguments: tuple[str, .
 
 def test_a_process_that_has_the_number_of_the_former_holder_holds_nothing(tmp_path) -> None:
     folder = RunFolder(tmp_path)
-    assert not folder.is_held()
+    assert folder.holder() is None
     with folder.lock():
-        assert folder.is_held()
+        assert folder.holder() == os.getpid()
     assert (tmp_path / "run.lock").read_text()  # this process lives on
-    assert not folder.is_held()
+    assert folder.holder() is None
