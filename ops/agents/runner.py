@@ -43,6 +43,10 @@ class AgentRunner:
     async def refusal(self, stream: StreamConfig) -> str:
         return "" if stream.name in self._pools else f"stream {stream.name!r} has no agent processes"
 
+    async def away(self, stream: StreamConfig) -> str:
+        del stream  # its processes are this worker's own
+        return ""
+
     @asynccontextmanager
     async def play(self, episode: Episode, log: TryLog, over: anyio.Event) -> AsyncGenerator[Ending]:
         requested, stream, ticket = episode.requested, episode.stream, episode.ticket

@@ -118,7 +118,7 @@ async def _open_arena_runner(context: WorkerContext, slot: WorkerSlot, metrics: 
             route.know(gateway_url)
         await _take_up(context, slot, registrations, access.base_url)
         await remove_left_preflights(registrations, marks_folder(context.folder.path))
-        yield ArenaRunner(arena, route, config.arena, reward=RewardGuard(arena))
+        yield ArenaRunner(arena, route, config.arena, reward=RewardGuard(arena), place=access.base_url)
         telling.cancel_scope.cancel()
 
 

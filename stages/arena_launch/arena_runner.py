@@ -7,6 +7,7 @@ No Arena call cancels a task or makes a launch idempotent. Knows no session's co
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -41,6 +42,8 @@ log = structlog.get_logger("headrace.launch")
 _AUTH_LOOKS: Final = 30
 """Looks in a row at a running task that may be refused for our credentials: with their pauses about five minutes. A token that is being
 exchanged must not lose tasks that go on running."""
+ASKED_AGAIN_S: Final = 1.0
+"""Between two questions whether the Arena answers: thousands of episodes may wait for it."""
 
 
 class ArenaRunner:
@@ -55,7 +58,19 @@ class ArenaRunner:
         reward: RewardCheck | None = None,
         pace: Pace | None = None,
         pause: Pause = pause,
+        place: str = "",
+        asked_again_s: float = ASKED_AGAIN_S,
     ) -> None:
+        """Args:
+        arena: Its calls.
+        route: How harnesses reach the model.
+        settings: Of the run.
+        reward: None: no reward is checked, and the live stream's harness is not known.
+        pace: When tasks are looked at.
+        pause: Waits; a test gives one that doesn't.
+        place: Where the Arena is, for people.
+        asked_again_s: Between two questions whether it answers.
+        """
         self._arena: Final = arena
         self._route: Final = route
         self._settings: Final = settings
@@ -64,6 +79,11 @@ class ArenaRunner:
         self._pause: Final = pause
         self._live: Final[dict[str, ArenaStream]] = {}
         """What streams were before the latest launches."""
+        self._place: Final = place
+        self._asking: Final = anyio.Lock()
+        self._asked_again_s: Final = asked_again_s
+        self._asked_s = -math.inf
+        self._away = ""
 
     async def refusal(self, stream: StreamConfig) -> str:
         if self._reward is not None:
@@ -73,6 +93,23 @@ class ArenaRunner:
                 return str(error)
             if live is not None:
                 self._live[stream.name] = live
+        return ""
+
+    async def away(self, stream: StreamConfig) -> str:
+        async with self._asking:
+            if anyio.current_time() >= self._asked_s + self._asked_again_s:
+                self._away = await self._look(stream)
+                self._asked_s = anyio.current_time()
+        return self._away
+
+    async def _look(self, stream: StreamConfig) -> str:
+        """A refusal is an answer, too."""
+        try:
+            await self._arena.get_stream(stream.stream_id)
+        except ArenaRetryableError as error:
+            return f"the Arena at {self._place}: {error}"
+        except ArenaFatalError:
+            return ""
         return ""
 
     @asynccontextmanager
@@ -153,16 +190,21 @@ class ArenaRunner:
         return await self._arena.launch(launch)
 
     async def _watch(self, task_id: str, stream: StreamConfig, over: anyio.Event) -> Ending:
-        """Poll a task until its terminal result, its deadline, or its group's end; an Arena that is away is waited for."""
+        """Poll a task until its terminal result, its deadline, or its group's end. An Arena that is away is waited for, beyond the deadline
+        too: the result may stand there.
+        """
         started_s = anyio.current_time()
         timeout_s = self._settings.task_timeout_s
         unit = zlib.crc32(task_id.encode()) / 2**32
         away, refused = "", 0
-        while (age_s := anyio.current_time() - started_s) < timeout_s:
+        while True:
+            age_s = anyio.current_time() - started_s
+            if age_s >= timeout_s and not (away and await self.away(stream)):
+                break
             wait_s = self._pace.wait_s(stream.name, age_s, unit)
             if refused:
                 wait_s = max(wait_s, pause_s(refused - 1, None, datetime.now(UTC)))
-            due_s = anyio.current_time() + min(wait_s, timeout_s - age_s)
+            due_s = anyio.current_time() + (min(wait_s, timeout_s - age_s) if age_s < timeout_s else wait_s)
             await self._pause(due_s - anyio.current_time(), over)
             if over.is_set():
                 return Ending(status=LOCAL_WAIT_CANCELLED, error="its group is closed")

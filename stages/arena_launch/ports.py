@@ -127,6 +127,10 @@ class EpisodeRunner(Protocol):
         """
         ...
 
+    async def away(self, stream: StreamConfig) -> str:
+        """What this stream's episodes need and what does not answer now, in words that tell its place and error; empty: it answers."""
+        ...
+
     def play(self, episode: Episode, log: TryLog, over: anyio.Event) -> AbstractAsyncContextManager[Ending]:
         """Start a try and wait for its end, its time limit, or `over` (its group needs it no more).
 
@@ -201,6 +205,8 @@ class RewardCheck(Protocol):
 
 class Arena(Protocol):
     """The calls of the Arena that the stage makes."""
+
+    async def get_stream(self, stream_id: str) -> ArenaStream: ...
 
     async def launch(self, launch: Launch) -> TaskResult: ...
 

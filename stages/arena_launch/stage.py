@@ -5,8 +5,9 @@
                       └ accepted ──▶ its runner takes it over by its id ─▶ close session ─▶ end
 
 At the most one extra launch happens per launch that was in flight at a fault, and each is counted. The first terminal
-result of a slot on the log counts. An episode whose group is closed is not waited for. Who plays episodes (an Arena, the
-user's own agents) is behind `EpisodeRunner`; sessions, tries, attempts and classes are the same for all of them.
+result of a slot on the log counts. An episode whose group is closed is not waited for. An Arena that is away costs
+neither attempt nor delivery: its episodes wait in their handlers. Who plays episodes (an Arena, the user's own agents) is behind
+`EpisodeRunner`; sessions, tries, attempts and classes are the same for all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from stages.arena_launch.groups import ClosedGroups
 from stages.arena_launch.outcome import TryEnd, ended_without_try, outputs, refused_without_try
 from stages.arena_launch.ports import Ending, Episode, EpisodeRunner, LaunchLog, LaunchTry, Sessions
 from stages.clients.arena.classify import LAUNCH_REFUSED, LOCAL_WAIT_CANCELLED
-from stages.clients.arena.errors import ArenaFatalError
+from stages.clients.arena.errors import ArenaFatalError, ArenaRetryableError
 
 log = structlog.get_logger("headrace.launch")
 
@@ -39,6 +40,9 @@ GAVE_UP: Final = "LOCAL_GAVE_UP"
 _FIRST_LOOK_S: Final = 0.05
 _LONGEST_LOOK_S: Final = 0.5
 """Between two questions whether weights that are on their way serve."""
+_FIRST_WAIT_S: Final = 0.1
+_LONGEST_WAIT_S: Final = 10.0
+"""Between two questions whether an Arena that was away answers."""
 
 
 class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +69,7 @@ def gave_up(requested: EpisodeRequested, reason: str) -> Outputs:
 @stage(
     consumes=EPISODE_REQUESTED,
     produces=(EPISODE_ENDED, EPISODE_REQUESTED),
-    policy=RetryPolicy(max_attempts=3, max_deliveries=20, max_delay_s=10.0),
+    policy=RetryPolicy(max_attempts=3, max_deliveries=60),
     concurrency=256,
     gave_up=gave_up,
 )
@@ -95,15 +99,46 @@ async def launch_episode(
     known = groups or ClosedGroups()
     closed = known.join(requested.group)
     try:
-        return await _attempt(requested, stream, closed, ports)
+        return await _attempt(
+            _Attempt(requested=requested, stream=stream, group_closed=closed, started_s=anyio.current_time()), ports
+        )
     finally:
         known.leave(requested.group)
 
 
-async def _attempt(
-    requested: EpisodeRequested, stream: StreamConfig, group_closed: anyio.Event, ports: _Ports
-) -> list[EpisodeEnded | EpisodeRequested]:
-    started_s = anyio.current_time()
+class _Attempt(msgspec.Struct, kw_only=True):
+    """One attempt, as far as this handler has come with it."""
+
+    requested: EpisodeRequested
+    stream: StreamConfig
+    group_closed: anyio.Event
+    started_s: float
+    opened: str = ""
+    """A session that was opened and that no try on the log names yet."""
+    is_sent: bool = False
+    """Something outside may run for the latest try."""
+
+
+async def _attempt(attempt: _Attempt, ports: _Ports) -> list[EpisodeEnded | EpisodeRequested]:
+    """Begun anew as often as the Arena was away: that takes no delivery, and what the log knows is taken up."""
+    num_failures = 0
+    while True:
+        attempt.is_sent = False
+        try:
+            found = await _go_on(attempt, ports)
+        except ArenaRetryableError as error:
+            was_away = await _sit_out(attempt, error, num_failures, ports)
+            if attempt.is_sent and not was_away and not attempt.group_closed.is_set():
+                raise  # it answers and fails this launch: deliveries bound how often that is tried
+            num_failures += 1
+        else:
+            if attempt.opened:
+                await ports.sessions.close(attempt.opened)
+            return found
+
+
+async def _go_on(attempt: _Attempt, ports: _Ports) -> list[EpisodeEnded | EpisodeRequested]:
+    requested, stream, group_closed = attempt.requested, attempt.stream, attempt.group_closed
     tries = await ports.launches.tries(requested)
     latest = tries[-1] if tries else None
     if latest is not None and latest.accepted is not None:
@@ -123,14 +158,45 @@ async def _attempt(
             return [ended_without_try(requested, status=LAUNCH_REFUSED, error=refusal)]
         if not await _weights_serve(requested.min_version, group_closed, ports):
             return [ended_without_try(requested, status=LOCAL_WAIT_CANCELLED, error="its group is closed")]
-        ended = await _launch(requested, stream, len(tries), group_closed, ports)
+        ended = await _launch(attempt, len(tries), ports)
     return outputs(
         requested,
         ended,
         attempts=ports.settings.attempts,
         max_raw_bytes=ports.settings.arena.max_raw_bytes,
-        seconds=anyio.current_time() - started_s,
+        seconds=anyio.current_time() - attempt.started_s,
     )
+
+
+async def _sit_out(attempt: _Attempt, error: ArenaRetryableError, num_failures: int, ports: _Ports) -> bool:
+    """Wait until what an episode needs answers again, at least for a moment, or its group is closed.
+
+    Returns:
+        Whether it was away; False: it answers, and failed all the same.
+    """
+    delay_s, was_away = min(_FIRST_WAIT_S * 2.0 ** min(num_failures, 10), _LONGEST_WAIT_S), False
+    async with anyio.create_task_group() as tasks:
+
+        async def stop_when_closed() -> None:
+            await attempt.group_closed.wait()
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(stop_when_closed)
+        try:
+            while problem := await ports.runner.away(attempt.stream):
+                if not was_away:
+                    log.warning("an episode waits", group=attempt.requested.group, waits_for=problem)
+                was_away = True
+                ports.metrics.wait_for(problem)
+                await anyio.sleep(delay_s)
+                delay_s = min(2 * delay_s, _LONGEST_WAIT_S)
+            if not was_away and not attempt.is_sent:
+                ports.metrics.wait_for(f"the Arena: {error}")
+                await anyio.sleep(delay_s)
+        finally:
+            ports.metrics.work()
+        tasks.cancel_scope.cancel()
+    return was_away
 
 
 async def _weights_serve(version: int, group_closed: anyio.Event, ports: _Ports) -> bool:
@@ -168,8 +234,9 @@ async def _disown(latest: LaunchTry, ports: _Ports) -> None:
 class _TryLog:
     """A `TryLog` for one try; remembers what it said."""
 
-    def __init__(self, launches: LaunchLog, launched: EpisodeLaunched) -> None:
+    def __init__(self, launches: LaunchLog, launched: EpisodeLaunched, attempt: _Attempt) -> None:
         self._launches: Final = launches
+        self._attempt: Final = attempt
         self.launched = launched
 
     async def intend(self, *, route: str, model_name: str, harness: str, reward_key: str = "") -> None:
@@ -177,6 +244,7 @@ class _TryLog:
             self.launched, route=route, model_name=model_name, harness=harness, reward_key=reward_key
         )
         await self._launches.record(self.launched)
+        self._attempt.opened, self._attempt.is_sent = "", True
 
     async def accept(self, task_id: str) -> None:
         launched = self.launched
@@ -191,11 +259,11 @@ class _TryLog:
         )
 
 
-async def _launch(
-    requested: EpisodeRequested, stream: StreamConfig, launch_try: int, group_closed: anyio.Event, ports: _Ports
-) -> TryEnd:
+async def _launch(attempt: _Attempt, launch_try: int, ports: _Ports) -> TryEnd:
+    requested = attempt.requested
     session = session_id(requested.group, requested.slot, requested.attempt, launch_try)
     ticket = await ports.sessions.open(session, min_version=requested.min_version)
+    attempt.opened = session
     try_log = _TryLog(
         ports.launches,
         EpisodeLaunched(
@@ -205,10 +273,13 @@ async def _launch(
             launch_try=launch_try,
             session=session,
         ),
+        attempt,
     )
-    episode = Episode(requested=requested, stream=stream, ticket=ticket)
-    async with ports.runner.play(episode, try_log, group_closed) as ending:
-        return await _close(try_log.launched, ending, ports)
+    episode = Episode(requested=requested, stream=attempt.stream, ticket=ticket)
+    async with ports.runner.play(episode, try_log, attempt.group_closed) as ending:
+        ended = await _close(try_log.launched, ending, ports)
+        attempt.opened = ""
+        return ended
 
 
 async def _close(launched: EpisodeLaunched, ending: Ending, ports: _Ports) -> TryEnd:

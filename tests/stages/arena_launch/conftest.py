@@ -13,7 +13,7 @@ from stages.arena_launch.arena_runner import ArenaRunner
 from stages.arena_launch.ports import Access, LaunchTry, SessionTicket
 from stages.arena_launch.stage import LaunchSettings, launch_episode
 from stages.clients.arena.secret import Secret
-from stages.clients.arena.wire import TaskResult
+from stages.clients.arena.wire import ArenaStream, TaskResult
 
 
 def result(status: str, score: float | None = None, task_id: str = "task-1", raw: object = None) -> TaskResult:
@@ -36,6 +36,8 @@ class World:
         self.receipts: list = []
         self.launches: list = []
         self.refused_reach: Exception | None = None
+        self.away: Exception | None = None
+        self.num_looks = 0
         self.streams = {"s": StreamConfig(name="s", stream_id="arena-s")}
         self.settings: dict = {}
         self.ports: dict = {}
@@ -51,7 +53,7 @@ class World:
 
     async def run(self, requested: EpisodeRequested | None = None):
         arena = ArenaSettings(**{"poll_interval_s": 0.01, **self.settings})
-        ports = {"pause": self._pause, **self.ports}
+        ports = {"pause": self._pause, "place": "http://arena", "asked_again_s": 0.0, **self.ports}
         groups = ports.pop("groups", None)
         return await launch_episode(
             requested or self.requested(),
@@ -109,6 +111,12 @@ class World:
         self.events.append(f"forget {launched.model_name}")
 
     # arena
+    async def get_stream(self, stream_id: str):
+        self.num_looks += 1
+        if self.away is not None:
+            raise self.away
+        return ArenaStream(stream_id=stream_id, status="ACTIVE", harness=None, reward=None)
+
     async def launch(self, launch) -> TaskResult:
         self.events.append("POST")
         self.launches.append(launch)

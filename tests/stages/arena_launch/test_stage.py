@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from pipeline.errors import RefusedError, RetryableError
-from schemas.config_arena import StreamConfig
+from schemas.config_arena import ArenaSettings, StreamConfig
 from schemas.messages.rollout import EpisodeClass
 from schemas.messages.sampling import EpisodeRequested
+from stages.arena_launch.arena_runner import ArenaRunner
 from stages.arena_launch.groups import ClosedGroups
 from stages.arena_launch.polling import Pace, pause
 from stages.arena_launch.stage import gave_up
@@ -446,3 +447,109 @@ async def test_a_group_that_is_closed_while_its_weights_are_on_their_way_is_not_
             groups.close("g0000001")
     (end,) = ends
     assert (end.status, end.final, world.launches, world.events) == ("LOCAL_WAIT_CANCELLED", True, [], [])
+
+
+@contextlib.asynccontextmanager
+async def playing(world, ends: list):
+    """An episode that is under way."""
+
+    async def episode() -> None:
+        ends.extend(await world.run())
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(episode)
+            yield
+
+
+async def looked_at(world, num_looks: int) -> None:
+    while world.num_looks < num_looks:
+        await anyio.lowlevel.checkpoint()
+
+
+async def test_an_arena_that_is_away_is_waited_for_with_its_name_and_takes_no_delivery(world, answer) -> None:
+    world.away = ArenaConnectionError("GET /streams: connection refused")
+    world.launch_answers = [ArenaLaunchLostError("connection refused"), answer("PENDING")]
+    ends: list = []
+    async with playing(world, ends):
+        await looked_at(world, 3)
+        assert world.metrics.report().waiting_for == "the Arena at http://arena: GET /streams: connection refused"
+        assert len(world.launches) == 1
+        world.away = None
+    (end,) = ends
+    assert (end.outcome, end.attempt, end.session) == (EpisodeClass.SCORED, 0, S1)
+    assert world.metrics.report().waiting_for == ""
+    assert world.events.count(f"close {S0}") == 1
+
+
+async def test_a_registration_that_an_arena_that_is_away_could_not_take_is_made_when_it_is_back(world) -> None:
+    world.away = world.refused_reach = ArenaBusyError("no upstream", status=503)
+    ends: list = []
+    async with playing(world, ends):
+        await looked_at(world, 2)
+        world.away = world.refused_reach = None
+    (end,) = ends
+    assert (end.outcome, end.session) == (EpisodeClass.SCORED, S0)
+    assert "extra_launches" not in world.metrics.gauges
+
+
+async def test_a_registration_that_fails_while_the_arena_answers_is_tried_again_here(world) -> None:
+    world.refused_reach = ArenaBusyError("no upstream", status=503)
+    ends: list = []
+    async with playing(world, ends):
+        await looked_at(world, 2)
+        assert "no upstream" in world.metrics.report().waiting_for
+        world.refused_reach = None
+    assert [end.outcome for end in ends] == [EpisodeClass.SCORED]
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+async def test_a_group_that_closes_while_the_arena_is_away_ends_its_episodes_and_their_sessions(world, is_sent) -> None:
+    groups = ClosedGroups()
+    world.ports = {"groups": groups}
+    world.away = ArenaConnectionError("away")
+    if is_sent:
+        world.launch_answers = [ArenaLaunchLostError("away")]
+    else:
+        world.refused_reach = ArenaConnectionError("away")
+    ends: list = []
+    async with playing(world, ends):
+        await looked_at(world, 1)
+        groups.close("g0000001")
+    (end,) = ends
+    assert (end.status, end.final) == ("LOCAL_WAIT_CANCELLED", True)
+    assert world.events.count(f"close {S0}") == 1
+
+
+async def test_a_result_that_stands_in_an_arena_that_is_away_at_the_deadline_is_waited_for(world, answer) -> None:
+    world.away = ArenaConnectionError("away")
+    world.results = [ArenaConnectionError("away")]
+    world.settings = {"task_timeout_s": 0.05}
+    world.ports = {"pause": pause}
+    ends: list = []
+    async with playing(world, ends):
+        await looked_at(world, 2)
+        world.results = [answer("DONE", 1.0)]
+        world.away = None
+    (end,) = ends
+    assert (end.outcome, end.attempt, len(world.launches)) == (EpisodeClass.SCORED, 0, 1)
+
+
+async def test_many_episodes_that_wait_for_an_arena_ask_it_once_a_second() -> None:
+    asked: list[str] = []
+
+    class Away:
+        async def get_stream(self, stream_id: str) -> ArenaStream:
+            asked.append(stream_id)
+            raise ArenaConnectionError("away")
+
+    runner = ArenaRunner(Away(), None, ArenaSettings(), place="http://arena", asked_again_s=3600)
+    told: set[str] = set()
+
+    async def ask() -> None:
+        told.add(await runner.away(StreamConfig(name="s", stream_id="arena-s")))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(100):
+            tasks.start_soon(ask)
+    assert (asked, told) == (["arena-s"], {"the Arena at http://arena: away"})
