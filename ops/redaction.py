@@ -8,6 +8,7 @@ nothing reliable about what they hold.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, Final, cast
 
 import msgspec
@@ -31,6 +32,30 @@ _FLAG: Final = re.compile(r"--?[\w-]+")
 def redacted(config: RunConfig) -> dict[str, Any]:  # Any: JSON
     """The config as JSON values, masked."""
     return cast(dict[str, Any], _masked(msgspec.to_builtins(config), is_free=False))  # cast: a struct becomes a dict
+
+
+def masked_places(config: RunConfig) -> list[str]:
+    """Where the config holds what is masked, as dotted paths."""
+    return list(_differences(msgspec.to_builtins(config), redacted(config), ""))
+
+
+def _differences(plain: object, masked: object, place: str) -> Iterator[str]:
+    match plain, masked:
+        case dict(), dict():
+            before, after = (
+                cast(dict[str, object], plain),
+                cast(dict[str, object], masked),
+            )  # cast: JSON keys are strings
+            for key, value in before.items():
+                yield from _differences(value, after[key], f"{place}.{key}" if place else key)
+        case list(), list():
+            pairs = zip(cast(list[object], plain), cast(list[object], masked), strict=True)  # cast: same
+            for number, (value, shown) in enumerate(pairs):
+                yield from _differences(value, shown, f"{place}[{number}]")
+        case _ if plain != masked:
+            yield place
+        case _:
+            pass
 
 
 def _masked(value: object, *, is_free: bool) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ from ops.deploy.plan import Places
 from ops.deploy.render import render as render_files
 from ops.deploy.render import write_all
 from ops.nodes.file import load_cluster
+from ops.redaction import masked_places
 from ops.secrets import make_secrets
 
 app = cyclopts.App(name="deploy", help="Files that run a topology under Slurm, systemd or Kubernetes.")
@@ -34,7 +36,8 @@ def render(
     image: str = _DEFAULT.image,
     json: bool = False,
 ) -> int:
-    """Write the files that run a topology: job script, units or manifests, with the NATS servers' configuration. No secret is in them.
+    """Write the files that run a topology: job script, units or manifests, with the NATS servers' configuration. Secrets are
+    named in them, by file or variable; a config that holds some itself is copied as it is, and that is told.
 
     Examples:
         headrace deploy render cluster.toml --to slurm -o deploy
@@ -59,13 +62,20 @@ def render(
     image
         kubernetes: an image that has headrace.
     json
-        One JSON object: files.
+        One JSON object: files, plain (places of the copied config that hold what looks secret).
     """
     places = Places(headrace=headrace, nats_server=nats_server, etc=etc, state=state, image=image)
     with plain_errors(OSError):
-        written = write_all(render_files(load_cluster(topology), to, places), output)
+        cluster = load_cluster(topology)
+        written = write_all(render_files(cluster, to, places), output)
+    plain = masked_places(cluster.config)
+    if plain:
+        sys.stderr.write(
+            f"headrace: config.toml is copied as it is, and holds in plain what looks secret: {', '.join(plain)}. "
+            "Whoever reads these files reads it: keep them so, or give the streams by arena.streams_env\n"
+        )
     if json:
-        write_json({"files": [str(path) for path in written]})
+        write_json({"files": [str(path) for path in written], "plain": plain})
     else:
         for path in written:
             console().print(str(path), markup=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker.embedded import find_binary
+from ops.cli import main
 from ops.deploy.plan import Places
 from ops.deploy.render import TARGETS, render, write_all
 from ops.nodes.file import load_cluster, rank_group
@@ -84,6 +85,15 @@ def test_no_rendered_file_holds_a_password(cluster, target: str) -> None:
     for name, text in render(cluster, target, Places()).items():
         for found in re.findall(r"password:\s*(\S+)", text):
             assert found.strip(",").startswith("$HEADRACE_"), (name, found)
+
+
+def test_secrets_of_the_config_itself_are_told_by_their_places(tmp_path, capsys) -> None:
+    given = TOPOLOGY.replace("set = [", """set = ['arena.task_envs={DB_PASS = "x-1"}', """)
+    (tmp_path / "three.toml").write_text(given)
+    assert main(["deploy", "render", str(tmp_path / "three.toml"), "--to", "systemd", "-o", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().err
+    assert "arena.task_envs.DB_PASS" in told
+    assert "x-1" not in told
 
 
 @pytest.mark.parametrize("target", ["slurm", "kubernetes"])
