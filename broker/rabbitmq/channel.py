@@ -3,6 +3,9 @@
 aiormq ends whatever waits on a channel that closes by cancelling it, with error objects that several tasks share. In a task
 group such a cancellation nobody asked for ends a task silently, and shared errors that name each other as their context
 hang it. Here every call runs in a task of its own, and its end by a lost channel is a ConnectionResetError.
+
+RabbitMQ forgets messages that a channel gave to a stream whose writer was replaced in that moment, as after a crash, and what
+the channel gives it later, too (3.10.8): it stays open and confirms nothing more. So a channel that is silent is given up.
 """
 
 from __future__ import annotations
@@ -14,19 +17,34 @@ from typing import Any, Final, TypeVar
 from aiormq.abc import AbstractChannel, DeliveredMessage
 from pamqp.commands import Basic
 
+SILENT_S: Final = 10.0
+"""A channel that confirms nothing for so long while something waits for it."""
+
 T = TypeVar("T")
 Callback = Callable[[DeliveredMessage], Coroutine[Any, Any, Any]]  # Any: aiormq's own signature
 
 
-async def guarded(call: Awaitable[T]) -> T:
+class _SilentError(ConnectionResetError):
+    """Nothing is confirmed any more."""
+
+
+async def guarded(call: Awaitable[T], left_s: Callable[[], float] | None = None) -> T:
     """The result of a call into aiormq or aio-pika.
 
+    Args:
+        call: the call.
+        left_s: how long it may go on waiting, from now; None: for ever.
+
     Raises:
-        ConnectionResetError: it was ended by a closing channel or connection.
+        ConnectionResetError: it was ended by a closing channel or connection, or its time is over.
     """
     task = asyncio.ensure_future(call)
     try:
-        await asyncio.wait((task,))
+        while not task.done():
+            timeout_s = None if left_s is None else left_s()
+            if timeout_s is not None and timeout_s <= 0:
+                raise _SilentError("the channel confirms nothing any more")
+            await asyncio.wait((task,), timeout=timeout_s)
     finally:
         if not task.done():
             task.cancel()
@@ -43,8 +61,12 @@ async def guarded(call: Awaitable[T]) -> T:
 class Channel:
     """What is used of an AMQP channel."""
 
-    def __init__(self, under: AbstractChannel) -> None:
+    def __init__(self, under: AbstractChannel, *, silent_s: float = SILENT_S) -> None:
         self._under: Final = under
+        self._silent_s: Final = silent_s
+        self._confirmed_s = 0.0
+        """When something was confirmed last, by the loop's clock."""
+        self._given_up: Final[asyncio.Future[None]] = asyncio.get_running_loop().create_future()
 
     @property
     def closing(self) -> asyncio.Future[Any]:  # Any: only that it is done matters
@@ -52,8 +74,8 @@ class Channel:
         return self._under.closing
 
     async def until_closed(self) -> None:
-        """Return when it is gone, with its connection or alone."""
-        await asyncio.wait((self.closing,))
+        """Return when it is gone, with its connection or alone, or is of no use any more."""
+        await asyncio.wait((self.closing, self._given_up), return_when=asyncio.FIRST_COMPLETED)
 
     async def publish(
         self,
@@ -64,12 +86,27 @@ class Channel:
         routing_key: str,
         mandatory: bool = False,
     ) -> None:
-        """Publish; on a channel with confirms, return when it is confirmed."""
-        await guarded(
-            self._under.basic_publish(
-                body, exchange=exchange, routing_key=routing_key, properties=properties, mandatory=mandatory
-            )
+        """Publish; on a channel with confirms, return when it is confirmed.
+
+        Raises:
+            ConnectionResetError: the channel is gone, or confirms nothing any more; the message may stand all the same.
+        """
+        loop = asyncio.get_running_loop()
+        since_s = loop.time()
+
+        def left_s() -> float:
+            return self._silent_s - (loop.time() - max(since_s, self._confirmed_s))
+
+        call = self._under.basic_publish(
+            body, exchange=exchange, routing_key=routing_key, properties=properties, mandatory=mandatory
         )
+        try:
+            await guarded(call, left_s)
+        except _SilentError:
+            if not self._given_up.done():
+                self._given_up.set_result(None)
+            raise
+        self._confirmed_s = loop.time()
 
     async def ack(self, message: DeliveredMessage, *, multiple: bool = False, wait: bool = True) -> None:
         """Acknowledge; with `wait`, return when it is written."""

@@ -15,7 +15,7 @@ import structlog
 from aiormq.abc import DeliveredMessage
 
 from broker.rabbitmq.channel import Channel
-from broker.rabbitmq.incoming import Incoming
+from broker.rabbitmq.incoming import QUIET_S, Incoming
 from broker.rabbitmq.index import Kind, LogIndex
 from broker.rabbitmq.link import LOST, Link
 from broker.rabbitmq.tail import Tail
@@ -33,12 +33,13 @@ Written_ = Callable[[Written, int], None]
 class Follower:
     """The fold of one connection."""
 
-    def __init__(self, link: Link, stream: str, index: LogIndex) -> None:
+    def __init__(self, link: Link, stream: str, index: LogIndex, *, quiet_s: float = QUIET_S) -> None:
         self.index: Final = index
         self.tail: Final = Tail()
         self.tail.forget_below(index.last_sequence + 1)
         self._link: Final = link
         self._stream: Final = stream
+        self._quiet_s: Final = quiet_s
         self._changed = asyncio.Event()
         self._on_written: Final[set[Written_]] = set()
 
@@ -65,7 +66,7 @@ class Follower:
         incoming = Incoming(channel)
         await incoming.open_stream(self._stream, self.index.next_offset)
         while True:
-            self._fold(await incoming.next_of_stream())
+            self._fold(await incoming.next_of_stream(self._quiet_s))
 
     def _fold(self, message: DeliveredMessage) -> None:
         written = read_written(message)

@@ -1,6 +1,9 @@
 """Messages of one consumer, taken one after the other by whoever wants them: an error in dealing with one is an error there.
 
 (aiormq calls back for each message and logs what the callback raises.)
+
+RabbitMQ gives nothing more to a reader of a stream that began in the moment when the stream's writer was replaced, as after a
+crash, and tells it nothing (3.10.8). So a reader to whom nothing comes begins anew.
 """
 
 from __future__ import annotations
@@ -8,10 +11,13 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+import anyio
 from aiormq.abc import DeliveredMessage
 
 from broker.rabbitmq.channel import Channel
 
+QUIET_S: Final = 5.0
+"""A stream's reader to whom nothing comes for so long begins anew: a few small calls."""
 _ACK_EVERY: Final = 128
 
 
@@ -59,13 +65,17 @@ class Incoming:
         for one in rest:
             self._arrived.put_nowait(one)
 
-    async def next_of_stream(self) -> DeliveredMessage:
+    async def next_of_stream(self, quiet_s: float = QUIET_S) -> DeliveredMessage:
         """As `next`, acknowledging now and then: a stream goes on as far as that.
 
         Raises:
-            LOST: the channel is gone.
+            LOST: the channel is gone, or nothing came for `quiet_s`.
         """
-        message = await self.next()
+        try:
+            with anyio.fail_after(quiet_s):
+                message = await self.next()
+        except TimeoutError as error:
+            raise ConnectionResetError("the stream is silent") from error
         self._taken += 1
         if self._taken % _ACK_EVERY == 0:
             await self.channel.ack(message, multiple=True, wait=False)

@@ -17,6 +17,7 @@ from broker.api import Published, Record
 from broker.errors import NoSuchStreamError, PublishTimeoutError, StoreFullError
 from broker.rabbitmq.channel import Channel
 from broker.rabbitmq.follower import Follower
+from broker.rabbitmq.incoming import QUIET_S
 from broker.rabbitmq.index import Kind
 from broker.rabbitmq.link import LOST, Link
 from broker.rabbitmq.wire import Written, check_headers, check_size, digest_of, properties, read_written
@@ -119,7 +120,8 @@ class Publisher:
             try:
                 async with self._link.channel(prefetch=1) as channel:
                     await channel.consume(self._stream, arrive, offset=offset)
-                    await asyncio.wait((arrived, channel.closing), return_when=asyncio.FIRST_COMPLETED)
+                    done = (arrived, channel.closing)
+                    await asyncio.wait(done, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
                     if arrived.done():
                         return arrived.result()
             except LOST as error:
@@ -178,6 +180,7 @@ class Publisher:
                         unroutable = True  # as it is for a moment after a restart
                         await anyio.sleep(0.1)
                     except LOST as error:
+                        unroutable = False
                         log.debug("a publish was not confirmed; it is written again", reason=str(error))
                         await anyio.sleep(0.05)
                     else:
