@@ -42,6 +42,10 @@ _AT_ONCE = 32
 class _Memory:
     """Sessions and log of the benchmark: nothing outside."""
 
+    async def serves(self, version: int) -> bool:
+        """Nothing is trained."""
+        return version == 0
+
     async def open(self, session: str, *, min_version: int) -> SessionTicket:
         return SessionTicket(session=session, token=Secret(f"{session}-{min_version}"), base_url="http://127.0.0.1:9")
 
