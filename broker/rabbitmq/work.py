@@ -149,9 +149,11 @@ class Share:
 
     async def done(self, delivery: RabbitDelivery) -> None:
         """Acknowledge."""
-        self._held.pop(id(delivery), None)
+        held = self._held.pop(id(delivery), None)
         if delivery.is_parked:
             await self._parked.remove(self._durable, delivery.sequence)
+            return
+        if held is None:  # given back meanwhile, and acknowledged then: a second time would close the channel
             return
         with suppress(*LOST):  # a lost channel gives it to somebody else: effects are idempotent
             await delivery.channel.ack(delivery.message, wait=False)

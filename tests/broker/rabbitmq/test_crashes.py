@@ -19,6 +19,8 @@ from broker.settings import ConnectSettings
 
 pytestmark = [pytest.mark.resources, pytest.mark.timeout(400)]
 TOPICS = ["a.b", "b.c", "c.d"]
+AHEAD = 500
+"""How many messages a publisher is before the last of its readers."""
 
 
 @pytest.fixture
@@ -46,6 +48,8 @@ async def test_a_server_killed_under_load_loses_and_doubles_nothing(own_rabbit, 
     async def publish(broker: Broker) -> None:
         number = 0
         while not stop.is_set():
+            # the stages are slower than this: what waits before them stays few
+            await wait_until(lambda: len(confirmed) < len(read) + AHEAD, "work goes on", deadline_s=150)
             subject = f"hr.r.a.b.{number}"
             await broker.publish(subject, b"x" * 500)
             confirmed.append(subject)
