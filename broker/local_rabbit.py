@@ -35,7 +35,7 @@ class LocalRabbit:
     """See the module. `start` may be called again after `kill`: it keeps its ports and its folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder: Final = folder
+        self._folder: Final = folder.absolute()
         self._ports: Final = _free_ports(3)
         self._process: subprocess.Popen[bytes] | None = None
         self._cookie: Final = secrets.token_hex(16)
@@ -88,6 +88,7 @@ class LocalRabbit:
         with (self._folder / "out.log").open("ab") as out:
             return subprocess.Popen(  # noqa: S603 - an installed server, no words of a user
                 [str(script)],
+                cwd=self._folder,  # where it leaves what it writes at a crash
                 env=self._environment(),
                 stdout=out,
                 stderr=subprocess.STDOUT,
