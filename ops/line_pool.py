@@ -21,6 +21,9 @@ A = TypeVar("A")
 
 STOP_S: Final = 5.0
 """How long a process may take to end what it started after SIGTERM, before it is killed."""
+_KILLED_AT_START: Final = 5
+"""So many starts of a process may end by a signal; one that kills itself is not started for ever."""
+_LARGEST_OWN_CODE: Final = 128
 
 
 class LineProgram(Generic[A]):
@@ -136,7 +139,7 @@ class LinePool(Generic[A]):
             self._warm = anyio.Event()
 
     async def _keep(self) -> None:
-        warm_once = False
+        warm_once, num_killed = False, 0
         while True:
             async with _process(self._program) as process:
                 worker = LineWorker[A](process)
@@ -146,7 +149,8 @@ class LinePool(Generic[A]):
             for job, future in worker.waiting.items():
                 if not future.done():
                     future.set_result(self.died(worker, job))
-            if not warm_once:
+            num_killed += _was_killed(process.returncode)
+            if not warm_once and (not _was_killed(process.returncode) or num_killed > _KILLED_AT_START):
                 raise self._program.cannot_start(failed)
             log.warning("a process ended; starting another", pool=self._program.name, code=process.returncode)
             await anyio.sleep(self._program.restart_s)
@@ -174,6 +178,11 @@ class LinePool(Generic[A]):
                 if future is not None and not future.done():
                     future.set_result(answer)
         return ""
+
+
+def _was_killed(code: int | None) -> bool:
+    """By a signal, which a leash tells as a number of its own: what it runs is not at fault for that."""
+    return code is not None and not 0 <= code <= _LARGEST_OWN_CODE
 
 
 @asynccontextmanager
