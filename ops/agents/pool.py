@@ -21,6 +21,7 @@ import structlog
 
 from ops.agents.process import LINE_LIMIT_BYTES
 from ops.line_pool import STOP_S, LinePool, LineProgram, LineWorker
+from pipeline.errors import RetryableError
 from schemas.errors import ConfigError
 
 log = structlog.get_logger("headrace.agents")
@@ -99,8 +100,13 @@ class AgentPool:
 
         Raises:
             ConfigError: it can't list them.
+            RetryableError: its process died meanwhile.
         """
         answer = await self._do({"rows": limit}, timeout_s=timeout_s, over=anyio.Event())
+        if answer.end == "died":
+            raise RetryableError(
+                f"stream {self._program.name!r}: the process that lists its tasks died: {answer.error}"
+            )
         if answer.end != "rows":
             raise ConfigError(f"stream {self._program.name!r}: its tasks can't be listed: {answer.end} {answer.error}")
         return answer.rows
