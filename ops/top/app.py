@@ -84,7 +84,7 @@ class TopApp(App[None]):
 
     def show(self) -> None:
         """Draw the model as it is now."""
-        if len(self.screen_stack) > 1:
+        if len(self.screen_stack) > 1 or not self.query("#rewards"):  # not here yet, or gone already
             return
         now_s, model, width = time.time(), self._model, self.size.width
         panels = {

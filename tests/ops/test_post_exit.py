@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import anyio
-import psutil
 import pytest
 import structlog.testing
+from alive import lives
 
 from ops.running.post_exit import run_post_exit
 
@@ -38,7 +38,7 @@ async def test_a_command_that_does_not_end_is_ended_with_all_its_children(logs: 
         await run_post_exit("sleep 600 & echo $! ; wait", logs, deadline_s=0.3)
     assert [line["event"] for line in told] == ["the post-exit command was ended"]
     child = int((logs / "post_exit.log").read_text())
-    await wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    await wait_until(lambda: not lives(child))
 
 
 async def test_a_cancelled_run_still_runs_its_command(logs: Path) -> None:

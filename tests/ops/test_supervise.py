@@ -6,6 +6,7 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
+from alive import lives
 
 from ops.supervise.process import ProcessGivenUpError, ProcessSpec, RestartPolicy, SupervisedProcess
 from ops.supervise.supervisor import Supervisor
@@ -29,7 +30,7 @@ def spec(tmp_path: Path, code: str, **changes) -> ProcessSpec:
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if lives(pid)]
 
 
 # prime-rl#2158: grandchildren that ignore SIGTERM survive a launcher that signals its direct child only

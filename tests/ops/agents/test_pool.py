@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
+from alive import lives
 
 from ops.agents.process import reward_of
 from schemas.errors import ConfigError
@@ -16,7 +17,7 @@ from schemas.errors import ConfigError
 
 async def _gone(pid: int) -> None:
     with anyio.fail_after(20):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        while lives(pid):
             await anyio.sleep(0.02)
 
 

@@ -148,7 +148,9 @@ async def test_a_server_that_dies_is_started_again_and_serves_only_with_the_curr
         house.published = 9
         house.ends[0].set()
         await wait_until(lambda: len(house.engines) == 2 and house.now.state is EngineState.SERVING)
-        await wait_until(lambda: house.heard[-1].incarnation == house.now.incarnation)
+        await wait_until(
+            lambda: (house.heard[-1].incarnation, house.heard[-1].state) == (house.now.incarnation, EngineState.SERVING)
+        )
     assert house.now.incarnation != before.incarnation
     assert house.now.num_restarts == 1
     again = [one for one in house.heard if one.incarnation == house.now.incarnation]

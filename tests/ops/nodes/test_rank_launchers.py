@@ -11,8 +11,8 @@ from pathlib import Path
 
 import anyio
 import msgspec
-import psutil
 import pytest
+from alive import lives
 
 from broker.memory import MemoryBroker, MemoryServer
 from ops.nodes.ranks import (
@@ -124,11 +124,7 @@ class Rig:
 
 
 def living(ranks: dict[str, int]) -> list[str]:
-    return [
-        rank
-        for rank, pid in ranks.items()
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    ]
+    return [rank for rank, pid in ranks.items() if lives(pid)]
 
 
 @pytest.fixture
