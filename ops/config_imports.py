@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -70,13 +71,15 @@ def _find(module: str) -> ModuleSpec | None:
         return ModuleSpec(module, None)
     places: Sequence[str] | None = [os.getcwd(), *sys.path]  # noqa: PTH109 - import paths are texts
     spec: ModuleSpec | None = None
-    name = ""
-    for part in module.split("."):
+    for depth, part in enumerate(module.split(".")):
         if places is None:
             return None
-        name = f"{name}.{part}" if name else part
-        spec = PathFinder.find_spec(name, places)
+        # Under its last name alone: by its whole name a folder without __init__.py would want its parent imported.
+        spec = PathFinder.find_spec(part, places)
+        if spec is None and depth == 0:
+            spec = find_spec(part)  # where other finders know it, as those of editable installs
         if spec is None:
             return None
-        places = spec.submodule_search_locations
+        found = spec.submodule_search_locations
+        places = None if found is None else list(found)
     return spec
