@@ -132,6 +132,8 @@ class Desk:
     @contextmanager
     def beside(self, *command: str, ready: Path | None = None) -> Iterator[subprocess.Popen[str]]:
         """A command that runs meanwhile; it is interrupted in the end."""
+        if ready is not None:
+            ready.unlink(missing_ok=True)  # of a start before
         with (self.folder / "beside.log").open("a") as log:
             process = subprocess.Popen(
                 ["headrace", *command], cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=log, text=True
@@ -187,6 +189,10 @@ def test_the_logs_tools(desk: Desk) -> None:
     for name in ("train", "more"):
         rows = [json.dumps({"id": f"{name}-{number}", "prompt": f"a word like {number}"}) for number in range(4)]
         (desk.folder / f"{name}.jsonl").write_text("\n".join(rows))
+    (desk.folder / "dataset").mkdir()
+    for split in ("train", "test"):
+        row = {"id": f"{split}-of-folder", "prompt": f"a word of {split}"}
+        (desk.folder / "dataset" / f"{split}-00000-of-00001.jsonl").write_text(json.dumps(row))
     names = {"examples/quickstart.toml": "examples/smoke.toml", "RUN": "runs/smoke"}
     shown = [command for command in commands("log-tools.md") if "publish" not in command]
     published = [command for command in commands("log-tools.md") if "publish" in command]
