@@ -116,6 +116,28 @@ async def check_a_sign_of_life_keeps_a_message(make: BrokerFactory) -> None:
             await held.ack()
 
 
+async def check_what_waits_for_its_worker_is_no_second_delivery(make: BrokerFactory) -> None:
+    """What a living worker was given ahead and did not take yet is kept for it beyond the ack wait."""
+    async with make() as broker:
+        await fill(broker, "a.b", 3)
+        async with (
+            broker.consume("d", [f"hr.{broker.run}.>"], SHORT) as deliveries,
+            broker.consume("e", [f"hr.{broker.run}.b.>"], SHORT) as silent,
+        ):
+            held = (await take(deliveries, 1))[0]
+            for _ in range(6):
+                claim(await nothing_comes(silent, SOON_S / 2), "nothing for others")
+                await held.still_working()
+            await held.ack()
+            rest = await take_and_ack(deliveries, 2)
+            equal(
+                [(d.sequence, d.num_delivered) for d in rest],
+                [(2, 1), (3, 1)],
+                "what waited, and how often it was given",
+            )
+            claim(await nothing_comes(deliveries, 2 * SOON_S), "nothing is given twice")
+
+
 async def check_a_worker_holds_no_more_than_its_prefetch(make: BrokerFactory) -> None:
     settings = ConsumerSettings(prefetch=2)
     async with make() as one, make() as two:
@@ -213,6 +235,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     check_what_is_not_acknowledged_comes_again,
     check_retry_comes_again_after_its_delay,
     check_a_sign_of_life_keeps_a_message,
+    check_what_waits_for_its_worker_is_no_second_delivery,
     check_a_worker_holds_no_more_than_its_prefetch,
     check_max_ack_pending_bounds_all_workers,
     check_filters_choose,

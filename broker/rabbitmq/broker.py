@@ -26,7 +26,7 @@ from broker.api import (
 )
 from broker.batches import batch_of
 from broker.directory import DirectoryPayloads
-from broker.errors import BrokerError, NoSuchStreamError, TooLargeError, TopologyError
+from broker.errors import BrokerError, NoSuchStreamError, NotConnectedError, TooLargeError, TopologyError
 from broker.iterating import Iterating
 from broker.naming import any_matches, check_literal, check_log_filters, check_log_subject, run_names
 from broker.rabbitmq.beside import running_beside
@@ -317,10 +317,7 @@ async def open_broker(
         )
     folder = Path(settings.payload_dir) / run
     async with open_link(urls, settings) as link:
-        if create:
-            await create_stream(link, run)
-        async with link.channel() as channel:
-            await find_stream(channel, run)
+        await _find_or_create(link, run, create=create)
         snapshot = await FolderState(folder / "state").load(_SNAPSHOT_KEY)
         index = (
             LogIndex()
@@ -336,6 +333,28 @@ async def open_broker(
             finally:
                 with anyio.CancelScope(shield=True):
                     await broker.stop()
+
+
+async def _find_or_create(link: Link, run: str, *, create: bool) -> None:
+    """See that the run's stream is there, also on a server that has just started and answers some calls never."""
+    reason = ""
+    deadline_s = link.settings.publish_deadline_s
+    with anyio.move_on_after(deadline_s):
+        while True:
+            try:
+                if create:
+                    await create_stream(link, run)
+                async with link.channel() as channel:
+                    await find_stream(channel, run)
+            except LOST as error:
+                reason = str(error)
+                await anyio.sleep(link.settings.reconnect_wait_s)
+            else:
+                return
+    raise NotConnectedError(
+        f"expected the RabbitMQ at {link.url} to answer for the stream {stream_queue(run)} within "
+        f"{deadline_s} s, found no answer ({reason or 'it is silent'})"
+    )
 
 
 async def delete_run(url: str, run: str, settings: ConnectSettings) -> None:

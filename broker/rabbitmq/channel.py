@@ -5,7 +5,8 @@ group such a cancellation nobody asked for ends a task silently, and shared erro
 hang it. Here every call runs in a task of its own, and its end by a lost channel is a ConnectionResetError.
 
 RabbitMQ forgets messages that a channel gave to a stream whose writer was replaced in that moment, as after a crash, and what
-the channel gives it later, too (3.10.8): it stays open and confirms nothing more. So a channel that is silent is given up.
+the channel gives it later, too (3.10.8): it stays open and confirms nothing more. So a channel that is silent is given up, and one
+that leaves a call unanswered, and one whose consumer RabbitMQ cancelled, as when its queue was deleted: nothing more comes there.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 from pamqp.commands import Basic
 
 SILENT_S: Final = 10.0
-"""A channel that confirms nothing for so long while something waits for it."""
+"""A channel that confirms nothing, or answers nothing, for so long while something waits for it."""
 
 T = TypeVar("T")
 Callback = Callable[[DeliveredMessage], Coroutine[Any, Any, Any]]  # Any: aiormq's own signature
 
 
-class _SilentError(ConnectionResetError):
-    """Nothing is confirmed any more."""
+class SilentError(ConnectionResetError):
+    """Nothing is confirmed or answered any more."""
 
 
 async def guarded(call: Awaitable[T], left_s: Callable[[], float] | None = None) -> T:
@@ -36,14 +37,15 @@ async def guarded(call: Awaitable[T], left_s: Callable[[], float] | None = None)
         left_s: how long it may go on waiting, from now; None: for ever.
 
     Raises:
-        ConnectionResetError: it was ended by a closing channel or connection, or its time is over.
+        ConnectionResetError: it was ended by a closing channel or connection.
+        SilentError: its time is over.
     """
     task = asyncio.ensure_future(call)
     try:
         while not task.done():
             timeout_s = None if left_s is None else left_s()
             if timeout_s is not None and timeout_s <= 0:
-                raise _SilentError("the channel confirms nothing any more")
+                raise SilentError("the channel confirms nothing and answers nothing any more")
             await asyncio.wait((task,), timeout=timeout_s)
     finally:
         if not task.done():
@@ -66,16 +68,18 @@ class Channel:
         self._silent_s: Final = silent_s
         self._confirmed_s = 0.0
         """When something was confirmed last, by the loop's clock."""
-        self._given_up: Final[asyncio.Future[None]] = asyncio.get_running_loop().create_future()
-
-    @property
-    def closing(self) -> asyncio.Future[Any]:  # Any: only that it is done matters
-        """Done when the channel is gone."""
-        return self._under.closing
+        self.closing: Final[asyncio.Future[None]] = asyncio.get_running_loop().create_future()
+        """Done when the channel is gone, or of no use any more."""
+        under.closing.add_done_callback(self._give_up)
+        under.on_consumer_cancel_callbacks.add(self._give_up)
 
     async def until_closed(self) -> None:
         """Return when it is gone, with its connection or alone, or is of no use any more."""
-        await asyncio.wait((self.closing, self._given_up), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((self.closing,))
+
+    def _give_up(self, _cause: object = None) -> None:
+        if not self.closing.done():
+            self.closing.set_result(None)
 
     async def publish(
         self,
@@ -100,12 +104,7 @@ class Channel:
         call = self._under.basic_publish(
             body, exchange=exchange, routing_key=routing_key, properties=properties, mandatory=mandatory
         )
-        try:
-            await guarded(call, left_s)
-        except _SilentError:
-            if not self._given_up.done():
-                self._given_up.set_result(None)
-            raise
+        await self._call(call, left_s)
         self._confirmed_s = loop.time()
 
     async def ack(self, message: DeliveredMessage, *, multiple: bool = False, wait: bool = True) -> None:
@@ -115,11 +114,11 @@ class Channel:
     async def consume(self, queue: str, callback: Callback, *, no_ack: bool = False, offset: int | None = None) -> None:
         """Begin to receive, from a stream at an offset."""
         arguments: dict[str, Any] | None = None if offset is None else {"x-stream-offset": offset}  # Any: an AMQP table
-        await guarded(self._under.basic_consume(queue, callback, no_ack=no_ack, arguments=arguments))
+        await self._answered(self._under.basic_consume(queue, callback, no_ack=no_ack, arguments=arguments))
 
     async def qos(self, prefetch: int) -> None:
         """Bound what is received and not acknowledged."""
-        await guarded(self._under.basic_qos(prefetch_count=prefetch))
+        await self._answered(self._under.basic_qos(prefetch_count=prefetch))
 
     async def declare(
         self,
@@ -132,7 +131,7 @@ class Channel:
         arguments: dict[str, Any] | None = None,  # Any: an AMQP table
     ) -> tuple[str, int]:
         """Make a queue, or see that it is there; its name and how many messages wait in it."""
-        ok = await guarded(
+        ok = await self._answered(
             self._under.queue_declare(
                 queue,
                 passive=passive,
@@ -146,12 +145,28 @@ class Channel:
 
     async def delete(self, queue: str) -> None:
         """Delete a queue; an unknown one is fine."""
-        await guarded(self._under.queue_delete(queue))
+        await self._answered(self._under.queue_delete(queue))
 
     async def bind(self, queue: str, exchange: str, routing_key: str) -> None:
         """Bind a queue to an exchange."""
-        await guarded(self._under.queue_bind(queue, exchange, routing_key=routing_key))
+        await self._answered(self._under.queue_bind(queue, exchange, routing_key=routing_key))
 
     async def declare_exchange(self, exchange: str) -> None:
         """Make a durable topic exchange."""
-        await guarded(self._under.exchange_declare(exchange, exchange_type="topic", durable=True))
+        await self._answered(self._under.exchange_declare(exchange, exchange_type="topic", durable=True))
+
+    async def _answered(self, call: Awaitable[T]) -> T:
+        """The result of a call that RabbitMQ answers.
+
+        Raises:
+            ConnectionResetError: the channel is gone, or there is no answer.
+        """
+        until_s = asyncio.get_running_loop().time() + self._silent_s
+        return await self._call(call, lambda: until_s - asyncio.get_running_loop().time())
+
+    async def _call(self, call: Awaitable[T], left_s: Callable[[], float]) -> T:
+        try:
+            return await guarded(call, left_s)
+        except SilentError:
+            self._give_up()
+            raise

@@ -9,7 +9,6 @@ queues twice, which a stage's created-once outputs make harmless.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,7 +22,7 @@ import msgspec
 import structlog
 
 from broker.api import Record
-from broker.errors import ConflictError, StoreFullError
+from broker.errors import ConflictError, NotConnectedError, StoreFullError
 from broker.rabbitmq import queues
 from broker.rabbitmq.channel import Channel
 from broker.rabbitmq.follower import Follower
@@ -136,9 +135,7 @@ class Dispatcher:
                     await self._dispatch()
                 except* LOST as group:
                     log.debug("the dispatcher lost its channel", reason=str(group.exceptions[0]))
-                except* TimeoutError:
-                    log.warning("a queue can't be made anew yet", run=self._run)
-                except* (ConflictError, StoreFullError) as group:
+                except* (ConflictError, NotConnectedError, StoreFullError) as group:
                     log.warning("dispatching ended", reason=str(group.exceptions[0]))
             await anyio.sleep(LEASE_S / 6)
 
@@ -202,19 +199,21 @@ class Dispatcher:
 
     async def _feed(self, channel: Channel, spec: DurableSpec) -> None:
         """For ever; a queue that never answers since the server was killed at its birth is made anew."""
+        is_new = False
         while True:
             try:
-                await self._feed_queue(channel, spec)
+                await self._feed_queue(channel, spec, is_new=is_new)
             except* _StillbornQueueError:
                 log.warning("a queue that does not answer since its birth is made anew", durable=spec.name)
-                async with asyncio.timeout(_STILLBORN_S), self._link.channel() as other:
+                async with self._link.channel() as other:
                     await other.delete(work_queue(self._run, spec.name))
+                is_new = True
 
-    async def _feed_queue(self, channel: Channel, spec: DurableSpec) -> None:
+    async def _feed_queue(self, channel: Channel, spec: DurableSpec, *, is_new: bool) -> None:
         key = position_key(spec.name)
         found = await self._state.load(key)
         position, is_young = read_position(found[0]) if found else (0, True)
-        if not await is_there(self._link, work_queue(self._run, spec.name)):
+        if is_new or not await is_there(self._link, work_queue(self._run, spec.name)):
             position = 0  # a new queue, or one that was lost with all that was fed: what is done already is done again, harmlessly
         await declare_work(channel, self._run, spec.name)
         feeding = _Feeding(channel, self._run, spec.name, position, is_young=is_young)
@@ -245,7 +244,7 @@ class Dispatcher:
                 record = await self._get(parked.sequence)
                 if record is not None:
                     await publish_task(channel, self._run, Task.of(parked.durable, record, parked.num_delivered))
-                await self._parked.remove(parked.durable, parked.sequence)
+                await self._parked.remove(parked)
             await anyio.sleep(_PARKED_PERIOD_S)
 
     async def _return_dead(self, confirmed: Channel) -> None:

@@ -37,9 +37,9 @@ class ParkedWork:
         """Write down, or write down anew with a later time."""
         await anyio.to_thread.run_sync(self._put, parked)
 
-    async def remove(self, durable: str, sequence: int) -> None:
-        """It is done."""
-        path = self._path(durable, sequence)
+    async def remove(self, parked: Parked) -> None:
+        """It is done, or lies in its queue again. What a later delivery of it left here stays."""
+        path = self._path(parked)
         await anyio.to_thread.run_sync(lambda: path.unlink(missing_ok=True))
 
     async def all(self) -> list[Parked]:
@@ -51,11 +51,11 @@ class ParkedWork:
         now_s = time.time()
         return [parked for parked in await self.all() if parked.due_unix_s <= now_s]
 
-    def _path(self, durable: str, sequence: int) -> Path:
-        return self._folder / f"{durable}.{sequence}"
+    def _path(self, parked: Parked) -> Path:
+        return self._folder / f"{parked.durable}.{parked.sequence}.{parked.num_delivered}"
 
     def _put(self, parked: Parked) -> None:
-        path = self._path(parked.durable, parked.sequence)
+        path = self._path(parked)
         beside = self._folder / f".{secrets.token_hex(8)}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ import anyio
 import structlog
 
 from broker.api import Published, Record
-from broker.errors import NoSuchStreamError, PublishTimeoutError, StoreFullError
+from broker.errors import NoSuchStreamError, NotConnectedError, PublishTimeoutError, StoreFullError
 from broker.rabbitmq.channel import Channel
 from broker.rabbitmq.follower import Follower
 from broker.rabbitmq.incoming import QUIET_S
@@ -96,7 +96,11 @@ class Publisher:
         await self.mark()
 
     async def get(self, subject: str) -> Record | None:
-        """The message that stands on a subject."""
+        """The message that stands on a subject.
+
+        Raises:
+            NotConnectedError: the stream did not give it in time.
+        """
         index = self._follower.index
         standing = index.find(subject)
         if standing is None:
@@ -105,8 +109,12 @@ class Publisher:
         if found is not None:
             return found
         offset = index.offset_of(standing.sequence)
-        written = await self._fetch(offset)
-        return written.record(standing.sequence)
+        with anyio.move_on_after(self._deadline_s):
+            return (await self._fetch(offset)).record(standing.sequence)
+        raise NotConnectedError(
+            f"{subject!r}: expected it at offset {offset} of {self._stream} within {self._deadline_s} s, "
+            f"found no answer ({self._link.state.last_error or 'the stream is silent'})"
+        )
 
     async def _fetch(self, offset: int) -> Written:
         while True:

@@ -1,7 +1,7 @@
 """A worker's share of a durable: deliveries from its quorum queue, and what RabbitMQ does not do by itself.
 
 * `ack_wait`: this process gives back what its own handlers neither acknowledge nor give a sign of life for; what a dead or
-  silent process held comes back when its connection is given up (two heartbeats).
+  silent process held comes back when its connection is given up (two heartbeats). What waits here for a free handler is kept.
 * `retry` after a delay, and work that takes longer than RabbitMQ waits: parked (broker.rabbitmq.parked).
 """
 
@@ -29,8 +29,9 @@ from broker.rabbitmq.queues import Task, declare_dead, declare_work, publish_tas
 log = structlog.get_logger("broker")
 
 HOLD_S: Final = 300.0
-"""Unacknowledged for longer, a task is parked and acknowledged: far below RabbitMQ's consumer_timeout of 30 minutes."""
-_OPEN_S: Final = 10.0
+"""Unacknowledged for longer, a task is parked and acknowledged, or, if nobody took it yet, put into its queue again: far below
+RabbitMQ's consumer_timeout of 30 minutes.
+"""
 PARKED_GRACE_S: Final = 5.0
 """Added to the ack wait of parked work: the clocks of its worker and of the dispatcher may differ."""
 
@@ -38,7 +39,18 @@ PARKED_GRACE_S: Final = 5.0
 class RabbitDelivery:
     """A `Delivery` of RabbitMQ."""
 
-    __slots__ = ("_share", "channel", "due_s", "held_since_s", "is_parked", "message", "num_delivered", "task")
+    __slots__ = (
+        "_share",
+        "channel",
+        "due_s",
+        "held_since_s",
+        "is_done",
+        "is_parked",
+        "is_taken",
+        "message",
+        "num_delivered",
+        "task",
+    )
 
     def __init__(self, share: Share, channel: Channel, message: DeliveredMessage, task: Task, delivered: int) -> None:
         self._share = share
@@ -47,8 +59,10 @@ class RabbitDelivery:
         self.task = task
         self.num_delivered = task.num_before + delivered + 1
         self.held_since_s = time.monotonic()
-        self.due_s = self.held_since_s + share.settings.ack_wait_s
+        self.due_s = self.held_since_s + share.hold_s
+        self.is_taken = False
         self.is_parked = False
+        self.is_done = False
 
     @property
     def subject(self) -> str:
@@ -83,7 +97,7 @@ class Share:
         self._run: Final = run
         self._durable: Final = durable
         self._parked: Final = parked
-        self._hold_s: Final = hold_s
+        self.hold_s: Final = hold_s
         self._arrived: asyncio.Queue[RabbitDelivery] = asyncio.Queue()
         self._held: dict[int, RabbitDelivery] = {}
         """By identity."""
@@ -100,27 +114,28 @@ class Share:
                     await declare_dead(channel, self._run)
                     await declare_work(channel, self._run, self._durable)
                     self._back = back
-                    await self._receive(channel)
+                    await self._receive(channel, back)
             except* LOST as group:
                 log.debug("a worker's share lost its channel", durable=self._durable, reason=str(group.exceptions[0]))
             self._back = None
             self._forget()
             await anyio.sleep(0.05)
 
-    async def _receive(self, channel: Channel) -> None:
+    async def _receive(self, channel: Channel, back: Channel) -> None:
         incoming = Incoming(channel)
-        try:
-            async with asyncio.timeout(_OPEN_S):
-                await incoming.open_queue(work_queue(self._run, self._durable))
-        except TimeoutError as error:  # the dispatcher makes such a queue anew
-            raise ConnectionResetError(f"the queue of {self._durable} does not answer") from error
+        await incoming.open_queue(work_queue(self._run, self._durable))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch)
+            tasks.start_soon(self._end_with, back)
             try:
                 while True:
                     await self._arrive(channel, await incoming.next())
             finally:
                 tasks.cancel_scope.cancel()
+
+    async def _end_with(self, back: Channel) -> None:
+        await back.until_closed()
+        raise ConnectionResetError("nothing can be put back any more")
 
     async def _arrive(self, channel: Channel, message: DeliveredMessage) -> None:
         found = read_task(message)
@@ -143,15 +158,17 @@ class Share:
         while True:
             delivery = await self._arrived.get()
             if id(delivery) in self._held:
+                delivery.is_taken = True
                 delivery.held_since_s = time.monotonic()
                 delivery.due_s = delivery.held_since_s + self.settings.ack_wait_s
                 return delivery
 
     async def done(self, delivery: RabbitDelivery) -> None:
         """Acknowledge."""
+        delivery.is_done = True
         held = self._held.pop(id(delivery), None)
         if delivery.is_parked:
-            await self._parked.remove(self._durable, delivery.sequence)
+            await self._parked.remove(self._parking(delivery))
             return
         if held is None:  # given back meanwhile, and acknowledged then: a second time would close the channel
             return
@@ -171,18 +188,15 @@ class Share:
         """Push the redelivery back."""
         now_s = time.monotonic()
         delivery.due_s = now_s + self.settings.ack_wait_s
-        if delivery.is_parked or (now_s - delivery.held_since_s > self._hold_s and id(delivery) in self._held):
+        if delivery.is_parked or (now_s - delivery.held_since_s > self.hold_s and id(delivery) in self._held):
             await self._park(delivery, self.settings.ack_wait_s + PARKED_GRACE_S, keep=True)
 
     async def _park(self, delivery: RabbitDelivery, delay_s: float, *, keep: bool = False) -> None:
-        await self._parked.put(
-            Parked(
-                durable=self._durable,
-                sequence=delivery.sequence,
-                num_delivered=delivery.num_delivered,
-                due_unix_s=time.time() + delay_s,
-            )
-        )
+        parked = self._parking(delivery, delay_s)
+        await self._parked.put(parked)
+        if delivery.is_done or (not delivery.is_parked and id(delivery) not in self._held):
+            await self._parked.remove(parked)  # acknowledged, given back or lost with its channel meanwhile
+            return
         if not delivery.is_parked:
             delivery.is_parked = True
             with suppress(*LOST):  # not acknowledged, it is handed out twice: effects are idempotent
@@ -190,8 +204,16 @@ class Share:
         if not keep:
             self._held.pop(id(delivery), None)
 
+    def _parking(self, delivery: RabbitDelivery, delay_s: float = 0.0) -> Parked:
+        return Parked(
+            durable=self._durable,
+            sequence=delivery.sequence,
+            num_delivered=delivery.num_delivered,
+            due_unix_s=time.time() + delay_s,
+        )
+
     async def _give_back(self, delivery: RabbitDelivery) -> None:
-        """Put it into its queue again, with its count, then acknowledge."""
+        """Put it into its queue again, with its count, then acknowledge. One that nobody took was not handed out."""
         self._held.pop(id(delivery), None)
         back = self._back
         if back is None:
@@ -206,13 +228,13 @@ class Share:
                     subject=task.subject,
                     sequence=task.sequence,
                     data=task.data,
-                    num_before=delivery.num_delivered,
+                    num_before=delivery.num_delivered - (not delivery.is_taken),
                 ),
             )
             await delivery.channel.ack(delivery.message)
 
     async def _watch(self) -> None:
-        """Give back what its handler forgot."""
+        """Give back what its handler forgot, and what waits for one for too long."""
         period_s = min(self.settings.ack_wait_s / 4, 0.5)
         while True:
             await anyio.sleep(period_s)

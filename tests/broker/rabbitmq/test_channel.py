@@ -12,6 +12,7 @@ from waiting import wait_until
 
 from broker.rabbitmq.channel import Channel
 from broker.rabbitmq.follower import Follower
+from broker.rabbitmq.incoming import Incoming
 from broker.rabbitmq.index import LogIndex
 
 
@@ -20,6 +21,7 @@ class Under:
 
     def __init__(self) -> None:
         self.closing = asyncio.get_running_loop().create_future()
+        self.on_consumer_cancel_callbacks = set()
         self.confirms: dict[bytes, asyncio.Event] = {}
         self.cancelled: list[bytes] = []
 
@@ -29,6 +31,9 @@ class Under:
         except asyncio.CancelledError:
             self.cancelled.append(body)
             raise
+
+    async def basic_consume(self, *_arguments, **_others) -> None:
+        await asyncio.Event().wait()
 
 
 async def test_a_channel_that_confirms_nothing_more_is_given_up_with_all_that_waits():
@@ -65,6 +70,14 @@ async def test_a_channel_that_goes_on_confirming_others_is_waited_for():
                 await channel.publish(body, Basic.Properties(), routing_key="q")
             under.confirms[b"slow"].set()
     assert under.cancelled == []
+
+
+async def test_a_channel_that_leaves_a_call_unanswered_is_given_up():
+    channel = Channel(Under(), silent_s=0.02)
+    with anyio.fail_after(10):
+        with pytest.raises(ConnectionResetError, match="answers nothing"):
+            await Incoming(channel).open_stream("HR_r", 0)
+        await channel.until_closed()
 
 
 class SilentStream:

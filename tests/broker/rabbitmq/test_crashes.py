@@ -14,7 +14,8 @@ from broker.api import Broker, ConsumerSettings
 from broker.conformance.asserting import DEADLINE_S, fill, take, take_and_ack
 from broker.connect import connect
 from broker.local_rabbit import LocalRabbit
-from broker.rabbitmq.queues import DELIVERY_LIMIT
+from broker.rabbitmq.parked import Parked, ParkedWork
+from broker.rabbitmq.queues import DELIVERY_LIMIT, work_queue
 from broker.settings import ConnectSettings
 
 pytestmark = [pytest.mark.resources, pytest.mark.timeout(400)]
@@ -154,6 +155,41 @@ async def test_parked_work_of_a_dead_worker_is_handed_out_again(make, monkeypatc
         async with broker.consume("d", [f"hr.{broker.run}.>"], settings) as deliveries:
             again = await take_and_ack(deliveries, 1)
             assert (again[0].sequence, again[0].num_delivered) == (1, 2)
+
+
+async def test_an_acknowledgement_beside_a_sign_of_life_leaves_nothing_parked(make, monkeypatch):
+    monkeypatch.setattr("broker.rabbitmq.broker.HOLD_S", 0.0)
+    async with make() as broker:
+        await fill(broker, "a.b", 10)
+        async with broker.consume("d", [f"hr.{broker.run}.>"], ConsumerSettings()) as deliveries:
+            for held in await take(deliveries, 10):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(held.still_working)
+                    tasks.start_soon(held.ack)
+            assert await broker._parked.all() == []
+            await fill(broker, "a.b", 1, first=10)
+            assert [one.sequence for one in await take_and_ack(deliveries, 1)] == [11]
+
+
+async def test_what_a_later_delivery_parked_stays_when_an_earlier_one_is_done(tmp_path):
+    parked = ParkedWork(tmp_path)
+    first = Parked(durable="d", sequence=1, num_delivered=1, due_unix_s=0.0)
+    again = Parked(durable="d", sequence=1, num_delivered=2, due_unix_s=0.0)
+    await parked.put(first)
+    await parked.put(again)
+    await parked.remove(first)
+    assert await parked.due() == [again]
+
+
+async def test_a_worker_whose_queue_is_made_anew_goes_on(make):
+    """RabbitMQ cancels the consumers of a queue that is deleted, as the dispatcher does where one was killed at its birth."""
+    async with make() as broker, broker.consume("d", [f"hr.{broker.run}.>"], ConsumerSettings()) as deliveries:
+        await fill(broker, "a.b", 3)
+        await take_and_ack(deliveries, 3)
+        async with broker._link.channel() as channel:
+            await channel.delete(work_queue(broker.run, "d"))
+        await fill(broker, "a.b", 3, first=3)
+        assert [one.sequence for one in await take_and_ack(deliveries, 3)] == [4, 5, 6]
 
 
 async def test_what_a_foreign_client_writes_into_the_stream_harms_nothing(make, rabbit):
