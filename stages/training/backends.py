@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import msgspec
 import torch
@@ -14,6 +14,7 @@ from stages.training.fsdp2_placement import DType, Fsdp2Placement, Fsdp2Settings
 from stages.training.guides import Guides
 from stages.training.lora import LoraSettings
 from stages.training.networks import FrozenModel, read_critic, read_frozen
+from stages.training.passes import Passes, WholePasses
 from stages.training.placement import Placement, WholePlacement
 from stages.training.policies import HfPolicy, Policy
 from stages.training.ranks import Ranks
@@ -78,15 +79,42 @@ def hf_backend(
         lora=models.lora,
         is_writer=ranks.rank == 0,
     )
-    return StepBackend(
-        settings, plan, ranks, policy, placement, make_guides(settings, models, ranks, placement, policy)
-    )
+    passes = WholePasses(policy.network, every_micro_batch=placement.every_micro_batch)
+
+    def critic(rule: CriticSettings) -> Critic:
+        model = read_critic(
+            rule.folder or settings.model_folder,
+            getattr(torch, models.dtype),
+            ranks.device,
+            placement,
+            recompute=models.activation_checkpointing,
+        )
+        passes = WholePasses(model.network, every_micro_batch=placement.every_micro_batch)
+        return Critic(model, rule, placement, passes)
+
+    guides = make_guides(settings, models, ranks, placement, policy, passes, critic)
+    return StepBackend(settings, plan, ranks, policy, placement, guides, passes)
 
 
 def make_guides(
-    settings: StepSettings, models: ModelSettings, ranks: Ranks, placement: Placement, policy: Policy
+    settings: StepSettings,
+    models: ModelSettings,
+    ranks: Ranks,
+    placement: Placement,
+    policy: Policy,
+    passes: Passes,
+    make_critic: Callable[[CriticSettings], Critic],
 ) -> Guides:
     """Those that the settings need.
+
+    Args:
+        settings: the step's.
+        models: which ones.
+        ranks: those among which rows are dealt.
+        placement: how frozen models lie over the ranks.
+        policy: what is trained.
+        passes: how micro-batches go through it.
+        make_critic: the backend's critic.
 
     Raises:
         TrainingError: distillation without a teacher, a teacher without distillation, a critic without a use.
@@ -108,33 +136,18 @@ def make_guides(
     def frozen(folder: str, role: str) -> FrozenModel:
         return read_frozen(folder, dtype, ranks.device, placement, vocabulary=policy.vocabulary, role=role)
 
-    critic, rule = None, models.critic
-    if rule is not None:
-        network = read_critic(
-            rule.folder or settings.model_folder,
-            dtype,
-            ranks.device,
-            placement,
-            recompute=models.activation_checkpointing,
-        )
-        critic = Critic(network, rule, placement)
     reference = None
     if needs_reference:
-        reference = _reference(models.reference_folder, settings.model_folder, policy, frozen)
+        base = policy.base()
+        if base is not None and not models.reference_folder:  # the policy without its adapters costs nothing
+            reference = FrozenModel(passes, around=base)
+        else:
+            reference = frozen(models.reference_folder or settings.model_folder, "reference")
     return Guides(
         ranks,
-        every_micro_batch=placement.every_micro_batch,
         reference=reference,
         teacher=frozen(models.teacher_folder, "teacher") if models.teacher_folder else None,
-        critic=critic,
-        critic_warmup_steps=0 if rule is None else rule.warmup_steps,
+        critic=None if models.critic is None else make_critic(models.critic),
+        critic_warmup_steps=0 if models.critic is None else models.critic.warmup_steps,
         advantages=advantages,
     )
-
-
-def _reference(folder: str, version_0: str, policy: Policy, frozen: Callable[[str, str], FrozenModel]) -> FrozenModel:
-    """The policy without its adapters costs nothing; else a model of its own."""
-    base: Callable[[], AbstractContextManager[None]] | None = policy.base()
-    if base is not None and not folder:
-        return FrozenModel(policy.network, around=base)
-    return frozen(folder or version_0, "reference")

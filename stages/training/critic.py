@@ -6,19 +6,23 @@ Shapes: T tokens of a pack.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Final
 
 import msgspec
-import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch import Tensor
 
 from stages.learning.losses.critic import CriticConfig, value_loss
 from stages.learning.update import OptimizerSettings, learning_rate, make_optimizer, set_learning_rate
-from stages.training.batches import MicroBatch, spread
+from stages.training.batches import MicroBatch
 from stages.training.errors import TrainingError
+from stages.training.passes import Passes
 from stages.training.placement import Placement
+from stages.training.policies import TrainedModel
 from stages.training.statistics import Tally
+
+_NO_TEMPERATURE: Final = 1.0
 
 
 class CriticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,19 +39,17 @@ class CriticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class Critic:
     """One rank's critic."""
 
-    def __init__(self, network: nn.Module, settings: CriticSettings, placement: Placement) -> None:
-        self._network = network
+    def __init__(self, model: TrainedModel, settings: CriticSettings, placement: Placement, passes: Passes) -> None:
+        self._model = model
         self.settings = settings
         self._placement = placement
-        self._parameters = [p for p in network.parameters() if p.requires_grad]
-        self._optimizer = make_optimizer(network.parameters(), settings.optimizer)
+        self._passes = passes
+        self._parameters = [p for p in model.network.parameters() if p.requires_grad]
+        self._optimizer = make_optimizer(model.network.parameters(), settings.optimizer)
 
-    def values(self, batch: MicroBatch) -> Tensor:
-        """[T], 0 where nothing is trained; with gradient where it is enabled."""
-        if not batch.target_N.numel() and not self._placement.every_micro_batch:
-            return torch.zeros_like(batch.weight_T)
-        values_N: Tensor = self._network(batch.tokens_T, batch.layout, batch.target_N)
-        return spread(values_N, batch)
+    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Without gradient: [T] a micro-batch, 0 where nothing is trained."""
+        return self._passes.values(batches, _NO_TEMPERATURE)
 
     def train(
         self,
@@ -59,10 +61,10 @@ class Critic:
         num_updates_before: int,
     ) -> tuple[int, list[str]]:
         """An update a mini-batch; how many were made, and what was skipped and why."""
-        made, skipped = 0, list[str]()
+        made, skipped, counted = 0, list[str](), Tally()
         for number, batches in enumerate(mini_batches):
-            for batch, old_T, return_T in zip(batches, old_values[number], returns[number], strict=True):
-                self._backward(batch, old_T, return_T, tally)
+            wanted = dict(zip(map(id, batches), zip(old_values[number], returns[number], strict=True), strict=True))
+            self._passes.backward(batches, _NO_TEMPERATURE, partial(self._loss, wanted, counted))
             self._placement.sum_gradients(self._parameters)
             norm = self._placement.clip(self._parameters, self.settings.optimizer.max_grad_norm)
             if math.isfinite(norm):
@@ -70,36 +72,34 @@ class Critic:
                 set_learning_rate(self._optimizer, rate)
                 self._optimizer.step()
                 made += 1
-                tally.count("critic_grad_norm", norm, 1.0)
+                counted.count("critic_grad_norm", norm, 1.0)
             else:
                 skipped.append(f"non-finite critic gradient in mini-batch {number}")
             self._optimizer.zero_grad(set_to_none=True)
+        self._passes.share(counted)
+        tally.include(counted)
         return made, skipped
 
-    def _backward(self, batch: MicroBatch, old_T: Tensor, return_T: Tensor, tally: Tally) -> None:
-        values_T = self.values(batch)
-        if not values_T.requires_grad:
-            return
+    def _loss(
+        self, wanted: Mapping[int, tuple[Tensor, Tensor]], tally: Tally, batch: MicroBatch, found: tuple[Tensor, ...]
+    ) -> Tensor:
+        (values_T,), (old_T, return_T) = found, wanted[id(batch)]
         loss_T, stats = value_loss(values_T, old_T, return_T, batch.loss.loss_mask_T, self.settings.loss)
-        (loss_T * batch.weight_T).sum().backward()
         tally.add(stats)
+        return (loss_T * batch.weight_T).sum()
 
     def state(self) -> dict[str, object]:
         """For a checkpoint."""
-        self._placement.release(self._network)
-        return {
-            "critic": dict(self._network.state_dict()),
-            "critic_optimizer": get_optimizer_state_dict(self._network, self._optimizer),
-        }
+        return {"critic": self._model.saved(), "critic_optimizer": self._model.optimizer_state(self._optimizer)}
 
     def set_state(self, state: dict[str, object]) -> None:
         """From a checkpoint."""
         weights, optimizer = state["critic"], state["critic_optimizer"]
         if not isinstance(weights, dict) or not isinstance(optimizer, dict):
             raise TrainingError("the checkpoint's critic is no table of tensors")
-        self._network.load_state_dict(weights)
-        set_optimizer_state_dict(self._network, self._optimizer, optimizer)
+        self._model.load(weights)
+        self._model.set_optimizer_state(self._optimizer, optimizer)
 
     def shapes(self) -> dict[str, list[int]]:
         """By name."""
-        return {name: [*tensor.shape] for name, tensor in self._network.state_dict().items()}
+        return self._model.saved_shapes()

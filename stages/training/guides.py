@@ -50,7 +50,6 @@ class Guides:
         self,
         ranks: Ranks,
         *,
-        every_micro_batch: bool,
         reference: FrozenModel | None = None,
         teacher: FrozenModel | None = None,
         critic: Critic | None = None,
@@ -58,7 +57,6 @@ class Guides:
         advantages: AdvantageSettings | None = None,
     ) -> None:
         self._ranks: Final = ranks
-        self._every_micro_batch: Final = every_micro_batch
         self._reference: Final = reference
         self._teacher: Final = teacher
         self.critic: Final = critic
@@ -87,10 +85,9 @@ class Guides:
                 f"the manifest of step {manifest.step} was made with estimator {manifest.algorithm} and the trainer has "
                 f"{'no' if self.critic is None else 'a'} critic: gae needs one (training.critic.enabled), others have no use for it"
             )
-        guided = Guided([[self._with_logprobs(one, manifest.temperature) for one in mini] for mini in batches])
+        guided = Guided([self._with_logprobs(mini, manifest.temperature) for mini in batches])
         if self.critic is not None:
-            with torch.no_grad():
-                guided.old_values = [[self.critic.values(one) for one in mini] for mini in guided.batches]
+            guided.old_values = [self.critic.values(mini) for mini in guided.batches]
         if from_rewards or self._advantages.is_needed:
             self._estimate(guided, manifest, rows, plan)
         return guided
@@ -104,16 +101,15 @@ class Guides:
         )
         return skipped
 
-    def _with_logprobs(self, batch: MicroBatch, temperature: float) -> MicroBatch:
-        loss = batch.loss
-        if not batch.target_N.numel() and not self._every_micro_batch:
-            blank_T = torch.zeros_like(batch.weight_T)
-            return msgspec.structs.replace(batch, loss=replace(loss, ref_logp_T=blank_T, teacher_logp_T=blank_T))
+    def _with_logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[MicroBatch]:
+        losses = [batch.loss for batch in batches]
         if self._reference is not None:
-            loss = replace(loss, ref_logp_T=self._reference.logp(batch, temperature))
+            found = self._reference.logprobs(batches, temperature)
+            losses = [replace(loss, ref_logp_T=logp_T) for loss, logp_T in zip(losses, found, strict=True)]
         if self._teacher is not None:
-            loss = replace(loss, teacher_logp_T=self._teacher.logp(batch, temperature))
-        return msgspec.structs.replace(batch, loss=loss)
+            found = self._teacher.logprobs(batches, temperature)
+            losses = [replace(loss, teacher_logp_T=logp_T) for loss, logp_T in zip(losses, found, strict=True)]
+        return [msgspec.structs.replace(batch, loss=loss) for batch, loss in zip(batches, losses, strict=True)]
 
     def _estimate(self, guided: Guided, manifest: Manifest, rows: Mapping[int, RowArrays], plan: Plan) -> None:
         filled: list[list[MicroBatch]] = []

@@ -6,6 +6,7 @@ Knows HF modules and names. The adapter's keys are peft's own, so that `PeftMode
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Final, cast
 
 import msgspec
 import torch
+import xxhash
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -20,7 +22,8 @@ from stages.training.errors import TrainingError
 
 ADAPTER_FOLDER: Final = "adapter"
 _ADAPTER: Final = "default"
-_PREFIX: Final = "base_model.model."
+PEFT_PREFIX: Final = "base_model.model."
+"""Before a module's name in an adapter's file."""
 
 
 class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +36,53 @@ class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers, as the model's modules end."""
 
+    @property
+    def scale(self) -> float:
+        """Of the adapter's product."""
+        return self.alpha / self.rank
+
+
+def peft_config(settings: LoraSettings, base_folder: str) -> Any:  # peft's LoraConfig, which is imported only here
+    """Of an adapter on the model of `base_folder`.
+
+    Raises:
+        TrainingError: peft isn't installed.
+    """
+    try:
+        from peft import LoraConfig  # noqa: PLC0415 - only where adapters are asked for
+    except ImportError as error:
+        raise TrainingError("training.lora needs peft: install headrace[train]") from error
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=cast("int", settings.alpha),  # peft takes any number
+        lora_dropout=settings.dropout,
+        target_modules=list(settings.targets),
+        base_model_name_or_path=base_folder,
+        task_type="CAUSAL_LM",
+    )
+
+
+def initial_down(projection: str, rank: int, width: int) -> Tensor:
+    """The adapter's first matrix before training, float32 [rank, width]: uniform as in peft, and a function of the layer's HF
+    name alone, so that ranks and backends start from the same numbers. The second one is 0.
+    """
+    numbers = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(projection.encode()) >> 1)
+    return (2 * torch.rand(rank, width, generator=numbers) - 1) / math.sqrt(width)
+
+
+def write_adapter(config: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:  # peft's LoraConfig
+    """adapter_config.json and adapter_model.safetensors, with tensors under peft's keys."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(folder))
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "inference_mode": True}), "utf-8")
+    save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def add_product(weight: Tensor, down_RI: Tensor, up_OR: Tensor, scale: float) -> Tensor:
+    """A weight [O, I] with its adapter in it; computed in float32."""
+    return (weight.float() + scale * (up_OR.float() @ down_RI.float())).to(weight.dtype)
+
 
 class LoraModel:
     """A causal language model with adapters in it."""
@@ -43,26 +93,19 @@ class LoraModel:
         Raises:
             TrainingError: peft isn't installed, or a target names no layer.
         """
+        self._config = peft_config(settings, base_folder)
+        from peft import get_peft_model  # noqa: PLC0415 - only where adapters are asked for
+
         try:
-            from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - only where adapters are asked for
-        except ImportError as error:
-            raise TrainingError("training.lora needs peft: install headrace[train]") from error
-        config = LoraConfig(
-            r=settings.rank,
-            lora_alpha=cast("int", settings.alpha),  # peft takes any number
-            lora_dropout=settings.dropout,
-            target_modules=list(settings.targets),
-            base_model_name_or_path=base_folder,
-            task_type="CAUSAL_LM",
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # every rank starts from the same adapters
-            try:
-                self._peft: Any = get_peft_model(cast("Any", model), config)  # peft's wrapper has no precise type
-            except ValueError as error:
-                raise TrainingError(f"training.lora.targets = {list(settings.targets)}: {error}") from error
-        self._config = config
-        self._scale = settings.alpha / settings.rank
+            self._peft: Any = get_peft_model(cast("Any", model), self._config)  # peft's wrapper has no precise type
+        except ValueError as error:
+            raise TrainingError(f"training.lora.targets = {list(settings.targets)}: {error}") from error
+        for name, module in model.named_modules():
+            if name.endswith(f".lora_A.{_ADAPTER}") and isinstance(module, nn.Linear):
+                projection = name.removesuffix(f".lora_A.{_ADAPTER}")
+                down_RI = initial_down(projection, settings.rank, module.in_features)
+                module.weight.data.copy_(down_RI)
+        self._scale = settings.scale
 
     @property
     def disabled(self) -> Callable[[], AbstractContextManager[None]]:
@@ -79,22 +122,18 @@ class LoraModel:
             stem, base, leaf = name.partition(".base_layer.")
             if base and leaf == "weight":
                 down, up = (whole(state[f"{stem}.lora_{part}.{_ADAPTER}.weight"]) for part in "AB")
-                weight = (weight.float() + self._scale * (up.float() @ down.float())).to(weight.dtype)
+                weight = add_product(weight, down, up, self._scale)
             found[name.replace(".base_layer.", ".")] = weight
         return found
 
     def adapter(self, state: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The adapter alone, under peft's keys."""
         return {
-            _PREFIX + name.replace(f".{_ADAPTER}.", "."): whole(tensor)
+            PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): whole(tensor)
             for name, tensor in state.items()
             if ".lora_" in name
         }
 
     def write_adapter(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        """adapter_config.json and adapter_model.safetensors."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._config.save_pretrained(str(folder))
-        config = folder / "adapter_config.json"
-        config.write_text(json.dumps({**json.loads(config.read_text("utf-8")), "inference_mode": True}), "utf-8")
-        save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        """As peft reads it."""
+        write_adapter(self._config, tensors, folder)

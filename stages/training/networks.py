@@ -5,19 +5,21 @@ Shapes: T tokens of a pack, N trained tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from stages.learning.attention import PackLayout
 from stages.learning.forward import CausalLM, PolicyForward
-from stages.training.batches import MicroBatch, spread
+from stages.training.batches import MicroBatch
 from stages.training.errors import TrainingError
 from stages.training.model_folder import read_model
+from stages.training.passes import Passes, WholePasses
 from stages.training.placement import Placement
 
 
@@ -50,27 +52,26 @@ class ValueForward(nn.Module):
         nn.init.zeros_(self.head.weight)  # values start at 0, not at noise
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens_T: Tensor, layout: PackLayout, target_N: Tensor) -> Tensor:
-        """Value of the state in which each token at `target_N` was chosen: float32 [N]."""
+    def forward(self, tokens_T: Tensor, layout: PackLayout, target_N: Tensor, temperature: float) -> tuple[Tensor]:
+        """Value of the state in which each token at `target_N` was chosen: float32 [N]. It knows no temperature."""
+        del temperature
         decoder = cast("CausalLM", self.model).get_decoder()
         output = decoder(input_ids=tokens_T[None], position_ids=layout.position_ids_1T, use_cache=False, packed=layout)
         hidden_ND = output.last_hidden_state[0][target_N - 1]
-        return self.head(hidden_ND.to(self.head.weight.dtype)).squeeze(-1).float()
+        return (self.head(hidden_ND.to(self.head.weight.dtype)).squeeze(-1).float(),)
 
 
 class FrozenModel:
     """Log-probs of the sampled tokens under a model that isn't trained: a reference or a teacher."""
 
-    def __init__(self, network: nn.Module, *, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        self._network = network
+    def __init__(self, passes: Passes, *, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._passes = passes
         self._around = around
 
-    @torch.no_grad()
-    def logp(self, batch: MicroBatch, temperature: float) -> Tensor:
-        """[T], 0 where nothing is trained. Collective where the network is split."""
+    def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """[T] a micro-batch, 0 where nothing is trained. Collective where the network is split."""
         with self._around():
-            logp_N, _ = self._network(batch.tokens_T, batch.layout, batch.target_N, temperature)
-        return spread(logp_N, batch)
+            return self._passes.values(batches, temperature)
 
 
 def read_frozen(
@@ -92,12 +93,37 @@ def read_frozen(
             "mean the same; choose a model with the policy's tokenizer"
         )
     model.eval().requires_grad_(requires_grad=False)
-    return FrozenModel(placement.place(PolicyForward(model), decoder_blocks(model), trained=False))
+    network = placement.place(PolicyForward(model), decoder_blocks(model), trained=False)
+    return FrozenModel(WholePasses(network, every_micro_batch=placement.every_micro_batch))
+
+
+class HfCritic:
+    """A critic over a decoder of transformers, as it is trained and saved."""
+
+    def __init__(self, network: nn.Module, placement: Placement) -> None:
+        self.network = network
+        self._placement = placement
+
+    def saved(self) -> dict[str, Tensor]:
+        self._placement.release(self.network)
+        return dict(self.network.state_dict())
+
+    def saved_shapes(self) -> dict[str, list[int]]:
+        return {name: [*tensor.shape] for name, tensor in self.network.state_dict().items()}
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        self.network.load_state_dict(dict(saved))
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return cast("dict[str, Any]", get_optimizer_state_dict(self.network, optimizer))
+
+    def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.network, optimizer, state)
 
 
 def read_critic(
     folder: str | Path, dtype: torch.dtype, device: torch.device, placement: Placement, *, recompute: bool
-) -> nn.Module:
+) -> HfCritic:
     """A critic whose decoder starts from an HF folder.
 
     Raises:
@@ -113,7 +139,8 @@ def read_critic(
         recompute_activations(model)
     blocks: Sequence[nn.Module] = decoder_blocks(model)
     decoder = cast("nn.Module", language_model.get_decoder())
-    return placement.place(ValueForward(_OnlyDecoder(decoder), hidden_size).to(dtype), blocks, trained=True)
+    network = ValueForward(_OnlyDecoder(decoder), hidden_size).to(dtype)
+    return HfCritic(placement.place(network, blocks, trained=True), placement)
 
 
 class _OnlyDecoder(nn.Module):

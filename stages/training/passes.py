@@ -1,6 +1,7 @@
-"""How the micro-batches of an update go through the model: one after the other here; over pipeline stages elsewhere.
+"""How the micro-batches of an update go through a model: one after the other here; over pipeline stages elsewhere.
 
-The loss is a function that is called where the log-probs are. Shapes: T tokens of a pack.
+A network gives one or more numbers for each trained token: the policy log-probs and entropies, a critic values. The loss is a
+function that is called where they are. Shapes: T tokens of a pack, N trained tokens.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from torch import Tensor, nn
 from stages.training.batches import MicroBatch, spread
 from stages.training.statistics import Tally
 
-LossOf = Callable[[MicroBatch, Tensor, Tensor], Tensor]
-"""(micro-batch, log-probs [T], entropies [T]) → the loss to go backward from, a scalar."""
+LossOf = Callable[[MicroBatch, tuple[Tensor, ...]], Tensor]
+"""(micro-batch, what the network gave, [T] each) → the loss to go backward from, a scalar."""
 
 
 class Passes(Protocol):
-    """What an update asks of the model; every call is collective among the ranks that share it."""
+    """What an update asks of a model; every call is collective among the ranks that share it."""
 
-    def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        """Each micro-batch's log-probs without gradient, [T], on every rank."""
+    def values(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """What the network gives first (log-probs, or a critic's values) without gradient: [T] a micro-batch, on every rank."""
         ...
 
     def backward(self, batches: Sequence[MicroBatch], temperature: float, loss_of: LossOf) -> None:
         """Forward, loss and backward of each micro-batch; gradients add up. The loss is asked for only on the ranks that have
-        the log-probs.
+        the network's end.
         """
         ...
 
@@ -43,12 +44,12 @@ class WholePasses:
         self._network = network
         self._every_micro_batch = every_micro_batch
 
-    def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+    def values(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         found: list[Tensor] = []
         for batch in batches:
             if batch.target_N.numel() or self._every_micro_batch:
                 with torch.no_grad():
-                    found.append(logprobs(self._network, batch, temperature)[0])
+                    found.append(outputs(self._network, batch, temperature)[0])
             else:
                 found.append(batch.weight_T.new_zeros(batch.weight_T.shape))
         return found
@@ -56,13 +57,17 @@ class WholePasses:
     def backward(self, batches: Sequence[MicroBatch], temperature: float, loss_of: LossOf) -> None:
         for batch in batches:
             if batch.target_N.numel() or self._every_micro_batch:
-                loss_of(batch, *logprobs(self._network, batch, temperature)).backward()
+                loss_of(batch, outputs(self._network, batch, temperature)).backward()
 
     def share(self, tally: Tally) -> None:
         """Nothing: this rank counted."""
 
 
-def logprobs(network: nn.Module, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies at their places in the pack, [T], with gradient where it is enabled."""
-    logp_N, entropy_N = network(batch.tokens_T, batch.layout, batch.target_N, temperature)
-    return spread(logp_N, batch), spread(entropy_N, batch)
+def outputs(network: nn.Module, batch: MicroBatch, temperature: float) -> tuple[Tensor, ...]:
+    """What a network gives, at its places in the pack, [T] each, with gradient where it is enabled."""
+    return placed(network(batch.tokens_T, batch.layout, batch.target_N, temperature), batch)
+
+
+def placed(found_N: Sequence[Tensor], batch: MicroBatch) -> tuple[Tensor, ...]:
+    """The trained tokens' numbers at their places in the pack, 0 elsewhere: [T] each."""
+    return tuple(spread(one_N, batch) for one_N in found_N)

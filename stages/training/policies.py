@@ -18,13 +18,34 @@ from stages.training.networks import decoder_blocks, recompute_activations
 from stages.training.placement import Placement
 
 
-class Policy(Protocol):
-    """A model that is trained; the calls are collective."""
+class TrainedModel(Protocol):
+    """A model that is trained and saved; the calls are collective."""
 
     @property
     def network(self) -> nn.Module:
-        """(tokens, layout, targets, temperature) → log-probs and entropies."""
+        """(tokens, layout, targets, temperature) → a number or more for each target: log-probs and entropies, or values."""
         ...
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps of this rank's weights, sharing their memory or to be given back to `load`."""
+        ...
+
+    def saved_shapes(self) -> dict[str, list[int]]:
+        """Of what a checkpoint keeps over all ranks; not collective."""
+        ...
+
+    def load(self, saved: Mapping[str, Tensor]) -> None: ...
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:  # torch's own type for it is no more precise
+        """What a checkpoint keeps of its optimizer."""
+        ...
+
+    def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None: ...
+
+
+class Policy(TrainedModel, Protocol):
+    """The trained policy."""
 
     @property
     def layout(self) -> str:
@@ -48,22 +69,6 @@ class Policy(Protocol):
         """Of the whole weights, by HF name."""
         ...
 
-    def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps of this rank's weights, sharing their memory or to be given back to `load`."""
-        ...
-
-    def saved_shapes(self) -> dict[str, list[int]]:
-        """Of what a checkpoint keeps over all ranks."""
-        ...
-
-    def load(self, saved: Mapping[str, Tensor]) -> None: ...
-    def optimizer_state(
-        self, optimizer: torch.optim.Optimizer
-    ) -> dict[str, Any]:  # torch's own type for it is no more precise
-        """What a checkpoint keeps of its optimizer."""
-        ...
-
-    def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None: ...
     def write_extras(self, folder: Path) -> None:
         """What an exported folder has beside the whole weights. Collective; rank 0 writes."""
         ...

@@ -31,6 +31,14 @@ class Tally:
         before = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (before[0] + total, before[1] + count)
 
+    def include(self, other: Tally) -> None:
+        """What another tally of this rank counted."""
+        sums, maxima = other.counted
+        for name, (total, count) in sums.items():
+            self.count(name, total, count)
+        for name, value in maxima.items():
+            self.peak(name, value)
+
     def peak(self, name: str, value: float) -> None:
         """A maximum."""
         self._maxima[name] = max(value, self._maxima.get(name, -math.inf))

@@ -32,7 +32,7 @@ from stages.training.errors import CheckpointError, TrainingError
 from stages.training.guides import Guides
 from stages.training.lora import ADAPTER_FOLDER
 from stages.training.model_folder import digest, put_folder, write_folder
-from stages.training.passes import Passes, WholePasses
+from stages.training.passes import Passes
 from stages.training.placement import Placement
 from stages.training.policies import Policy
 from stages.training.ports import RowArrays, StepResult
@@ -78,9 +78,9 @@ class StepBackend:
         policy: Policy,
         placement: Placement,
         guides: Guides,
+        passes: Passes,
         *,
         data_ranks: Ranks | None = None,
-        passes: Passes | None = None,
     ) -> None:
         """Take over a policy.
 
@@ -91,8 +91,8 @@ class StepBackend:
             policy: what is trained.
             placement: how it lies over the ranks.
             guides: what else gives values for tokens.
+            passes: how micro-batches go through the policy.
             data_ranks: those among which rows are dealt, where several ranks share a model; None: all.
-            passes: how micro-batches go through the model; None: layer after layer on this rank.
         """
         self._settings: Final = settings
         self._plan: Final = plan
@@ -104,7 +104,7 @@ class StepBackend:
         parameters = [p for p in policy.network.parameters() if p.requires_grad]
         limit = partial(placement.clip, parameters)
         self._learner: Final = Learner(
-            passes=passes or WholePasses(policy.network, every_micro_batch=placement.every_micro_batch),
+            passes=passes,
             optimizer=make_optimizer(policy.network.parameters(), settings.optimizer),
             parameters=parameters,
             ranks=self._data_ranks,

@@ -71,10 +71,9 @@ def train_mini_batches(
     return tally.means(learner.ranks), skipped, made
 
 
-def _loss(
-    config: LossConfig, tally: Tally, batch: MicroBatch, logp_T: Tensor, entropy_T: Tensor, *, first: bool
-) -> Tensor:
+def _loss(config: LossConfig, tally: Tally, batch: MicroBatch, outputs: tuple[Tensor, ...], *, first: bool) -> Tensor:
     """Σ_t w_t·ℓ_t of a micro-batch; counts its statistics."""
+    logp_T, entropy_T = outputs
     inputs = replace(batch.loss, entropy_T=entropy_T if config.entropy_coef else entropy_T.detach())
     if first and config.proximal == "recompute" and inputs.prox_logp_T is None:
         # the step's first update starts from the very weights that the proximal policy has
@@ -102,7 +101,7 @@ def _with_proximal(
             found.append(list(batches))
             continue
         filled: list[MicroBatch] = []
-        for batch, prox_T in zip(batches, learner.passes.logprobs(batches, temperature), strict=True):
+        for batch, prox_T in zip(batches, learner.passes.values(batches, temperature), strict=True):
             require_finite(prox_T, batch.loss.loss_mask_T)
             filled.append(msgspec.structs.replace(batch, loss=replace(batch.loss, prox_logp_T=prox_T)))
         found.append(filled)

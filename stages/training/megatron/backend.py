@@ -12,11 +12,16 @@ from megatron.core import parallel_state
 from torch.distributed.device_mesh import init_device_mesh
 
 from stages.training.backends import ModelSettings, make_guides
+from stages.training.critic import Critic, CriticSettings
 from stages.training.errors import TrainingError
 from stages.training.fsdp2_placement import lone_group
 from stages.training.megatron.cpu_shim import CudaMeansCpu, megatron_on_cpu
+from stages.training.megatron.forward import MegatronForward
+from stages.training.megatron.groups import Division, GroupRanks, Groups
 from stages.training.megatron.pipeline import PipelinedPasses, Stages
-from stages.training.megatron.policy import GroupRanks, Groups, MegatronPlacement, MegatronPolicy
+from stages.training.megatron.placement import MegatronPlacement
+from stages.training.megatron.policy import MegatronCritic, MegatronPolicy
+from stages.training.passes import Passes, WholePasses
 from stages.training.ranks import Ranks
 from stages.training.step_backend import Plan, StepBackend, StepSettings
 
@@ -37,12 +42,8 @@ def open_megatron_backend(
     """One rank.
 
     Raises:
-        TrainingError: ranks or model can't be divided so, or a setting that this backend lacks.
+        TrainingError: ranks or model can't be divided so, or a model that this backend lacks.
     """
-    if models.critic is not None or models.lora is not None or models.activation_checkpointing:
-        raise TrainingError(
-            "backend megatron has no critic, no adapters and no activation checkpointing: use backend = fsdp2"
-        )
     together = megatron.tensor_parallel * megatron.pipeline_parallel
     if ranks.world_size % together:
         raise TrainingError(
@@ -81,20 +82,30 @@ def _backend(
         stages=GroupRanks(pipeline, ranks.device),
         ends=GroupRanks(ends, ranks.device) if isinstance(ends, dist.ProcessGroup) else None,
     )
+    division = Division(mesh, Stages(pipeline, ranks.device))
+    dtype: torch.dtype = getattr(torch, models.dtype)
+    recompute = models.activation_checkpointing
+
+    def passes_of(network: MegatronForward, placement: MegatronPlacement) -> Passes:
+        if stages == 1:
+            return WholePasses(network, every_micro_batch=placement.every_micro_batch)
+        around = CudaMeansCpu if ranks.device.type == "cpu" else nullcontext
+        return PipelinedPasses(network, division.stages, around)
+
+    def make_critic(rule: CriticSettings) -> Critic:
+        model = MegatronCritic(
+            rule.folder or settings.model_folder, division, dtype=dtype, device=ranks.device, recompute=recompute
+        )
+        placement = MegatronPlacement(ranks.device, groups, model)
+        return Critic(model, rule, placement, passes_of(model.network, placement))
+
     policy = MegatronPolicy(
-        settings.model_folder,
-        mesh,
-        Stages(pipeline, ranks.device),
-        dtype=getattr(torch, models.dtype),
-        device=ranks.device,
+        settings.model_folder, division, dtype=dtype, device=ranks.device, recompute=recompute, lora=models.lora
     )
     placement = MegatronPlacement(ranks.device, groups, policy)
-    passes = None
-    if stages > 1:
-        around = CudaMeansCpu if ranks.device.type == "cpu" else nullcontext
-        passes = PipelinedPasses(policy.network, Stages(pipeline, ranks.device), around)
-    guides = make_guides(settings, models, groups.data, placement, policy)
-    return StepBackend(settings, plan, ranks, policy, placement, guides, data_ranks=groups.data, passes=passes)
+    passes = passes_of(policy.network, placement)
+    guides = make_guides(settings, models, groups.data, placement, policy, passes, make_critic)
+    return StepBackend(settings, plan, ranks, policy, placement, guides, passes, data_ranks=groups.data)
 
 
 def _group(group: object) -> dist.ProcessGroup:

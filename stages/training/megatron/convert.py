@@ -3,7 +3,8 @@
     HF whole ─ of_stage, shard ─▶ HF part of a rank ◀─ names, fused matrices ─▶ Megatron parameters of a rank
 
 Megatron numbers a stage's layers from 0; where input and output matrix are tied, the last stage has a copy of the embedding as its
-output matrix, and both go by the embedding's HF name. Megatron fuses q, k, v (for each key head: its query heads, the key, the value) and gate over up. Pure; knows no process group.
+output matrix, and both go by the embedding's HF name. Megatron fuses q, k, v (for each key head: its query heads, the key, the value) and gate over up; low-rank
+adapters stand beside the fused matrices one for each HF projection. Pure; knows no process group.
 Shapes: D hidden, V vocabulary, E head size, K key heads of the rank, G query heads a key head.
 """
 
@@ -24,6 +25,8 @@ _PLAIN: Final = {
     "embedding.word_embeddings.weight": _EMBEDDING,
     _MEGATRON_OUTPUT: _OUTPUT,
     "decoder.final_layernorm.weight": "model.norm.weight",
+    "value_head.weight": "value_head.weight",
+    "value_head.bias": "value_head.bias",
 }
 _IN_LAYER: Final = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -36,6 +39,18 @@ _IN_LAYER: Final = {
 _QKV: Final = "self_attention.linear_qkv.weight"
 _GATE_UP: Final = "mlp.linear_fc1.weight"
 _LAYER: Final = re.compile(r"(?:decoder|model)\.layers\.(\d+)\.(.+)")
+PROJECTIONS: Final = {
+    "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "self_attention.linear_proj": ("o_proj",),
+    "mlp.linear_fc1": ("gate_proj", "up_proj"),
+    "mlp.linear_fc2": ("down_proj",),
+}
+"""Megatron's matrices and the HF projections in each, in order."""
+ROW_PARALLEL: Final = ("o_proj", "down_proj")
+"""Projections whose inputs, not outputs, are divided among tensor-parallel ranks."""
+_BLOCK: Final = {"self_attention": "self_attn", "mlp": "mlp"}
+_ADAPTER: Final = re.compile(r"(self_attention|mlp)\.\w+\.adapters\.(\w+)\.(lora_[AB])")
+_HF_ADAPTER: Final = re.compile(r"(?:self_attn|mlp)\.(\w+)\.(lora_[AB])\.weight")
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +116,8 @@ def hf_from_megatron(parameters: Mapping[str, Tensor], heads: Heads, stage: Stag
         elif inner == _GATE_UP:
             gate, up = tensor.chunk(2)
             found |= {f"{prefix}mlp.gate_proj.weight": gate, f"{prefix}mlp.up_proj.weight": up}
+        elif (adapter := _ADAPTER.fullmatch(inner)) is not None:
+            found[f"{prefix}{_BLOCK[adapter[1]]}.{adapter[2]}.{adapter[3]}.weight"] = tensor
         else:
             found[prefix + _IN_LAYER[inner]] = tensor
     return found
@@ -127,7 +144,15 @@ def megatron_from_hf(weights: Mapping[str, Tensor], heads: Heads, stage: Stage =
             found[target + _QKV] = _join_qkv(q, k, v, heads)
         elif inner == "mlp.gate_proj.weight":
             found[target + _GATE_UP] = torch.cat([tensor, weights[f"{source}mlp.up_proj.weight"]])
+        elif (adapter := _HF_ADAPTER.fullmatch(inner)) is not None:
+            matrix = next(name for name, projections in PROJECTIONS.items() if adapter[1] in projections)
+            found[f"{target}{matrix}.adapters.{adapter[1]}.{adapter[2]}"] = tensor
     return found
+
+
+def projection_name(layer: int, matrix: str, projection: str) -> str:
+    """The HF module of a projection in one of `PROJECTIONS`' matrices, by the layer's number in the whole model."""
+    return f"model.layers.{layer}.{_BLOCK[matrix.partition('.')[0]]}.{projection}"
 
 
 def of_stage(weights: Mapping[str, Tensor], stage: Stage) -> dict[str, Tensor]:
@@ -148,9 +173,15 @@ def of_stage(weights: Mapping[str, Tensor], stage: Stage) -> dict[str, Tensor]:
 
 def sharded_dimension(hf_name: str) -> int | None:
     """Along which a weight is divided among tensor-parallel ranks; None: every rank has it whole."""
-    if hf_name.endswith(("o_proj.weight", "down_proj.weight")):
+    adapter = re.fullmatch(r".+\.(\w+)\.lora_([AB])\.weight", hf_name)
+    if adapter is not None:  # the small side is whole everywhere
+        is_row_parallel = adapter[1] in ROW_PARALLEL
+        if adapter[2] == "A":
+            return 1 if is_row_parallel else None
+        return None if is_row_parallel else 0
+    if hf_name.endswith(tuple(f"{name}.weight" for name in ROW_PARALLEL)):
         return 1
-    if hf_name.endswith("norm.weight"):
+    if hf_name.endswith("norm.weight") or hf_name.startswith("value_head."):
         return None
     return 0
 

@@ -1,28 +1,27 @@
-"""A Qwen3 of Megatron-Core's layers, or a pipeline stage of one, and the policy's forward over packs.
+"""A Qwen3 of Megatron-Core's layers, or a pipeline stage of one.
 
-Rows of a pack keep their own positions, and attention is headrace's packed attention: Megatron's local attention would build a
-T × T matrix and knows one sequence only. Shapes: T tokens of a pack, N trained tokens, D hidden size, H heads, E head size.
+Attention is headrace's packed attention: Megatron's local attention would build a T × T matrix and knows one sequence only.
+Shapes: T tokens of a pack, H heads, E head size.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 
 from stages.learning.attention import PackLayout, packed_attention
 from stages.training.errors import TrainingError
 from stages.training.megatron.convert import Stage
-from stages.training.megatron.vocab_parallel import VocabularyPart, parallel_logprobs
 
 VOCABULARY_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, whatever the ranks, so that checkpoints fit any number of them."""
@@ -59,6 +58,18 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return float(self.rope_parameters.get("rope_theta", self.rope_theta))
 
 
+def read_shape(folder: str) -> Shape:
+    """Of a HF folder.
+
+    Raises:
+        TrainingError: no config.json of a Qwen3.
+    """
+    try:
+        return msgspec.json.decode((Path(folder) / "config.json").read_bytes(), type=Shape)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise TrainingError(f"{folder}: expected the config.json of a Qwen3: {error}") from error
+
+
 class PackedCoreAttention(nn.Module):
     """Stands where Megatron's layers have their core attention; the layout comes as the attention mask."""
 
@@ -76,59 +87,6 @@ class PackedCoreAttention(nn.Module):
         return mixed.transpose(0, 1).flatten(2)
 
 
-class MegatronForward(nn.Module):
-    """This rank's part of the way from a pack to log-probs: all of it, or one stage of a pipeline.
-
-    Megatron's schedules find `config`, `model_type` and `set_input_tensor` here.
-    """
-
-    def __init__(self, model: GPTModel, shape: Shape) -> None:
-        super().__init__()
-        self.model = model
-        self.config = model.config
-        self.model_type = model.model_type
-        group = cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group())
-        size = shape.padded_vocabulary // group.size()
-        self._pad_token_id = shape.pad_token_id
-        self._part = VocabularyPart(group, first=group.rank() * size, size=size, vocabulary=shape.vocab_size)
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
-        self._inverse_frequencies = 1.0 / shape.theta**exponents
-
-    def set_input_tensor(self, hidden_T1D: list[Tensor | None]) -> None:
-        """What the stage before sent."""
-        cast("Any", self.model).set_input_tensor(hidden_T1D)
-
-    def forward(
-        self, tokens_T: Tensor, layout: PackLayout, target_N: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor] | Tensor:
-        """Log-probs and entropies [N] of the tokens at pack positions `target_N`, each given its row before it; on a stage that
-        isn't the last, the hidden states [T, 1, D] for the next.
-        """
-        model = cast("Any", self.model)  # Megatron's modules are untyped
-        hidden_T1D = self._embedded(tokens_T) if model.pre_process else None
-        angles_TE = torch.outer(
-            layout.position_ids_1T[0].float(), self._inverse_frequencies.to(layout.position_ids_1T.device)
-        )
-        rotary_T11E = torch.cat([angles_TE, angles_TE], dim=-1)[:, None, None, :]
-        hidden_T1D = model.decoder(hidden_states=hidden_T1D, attention_mask=layout, rotary_pos_emb=rotary_T11E)
-        if not model.post_process:
-            return hidden_T1D
-        weight_VD = (
-            model.shared_embedding_or_output_weight()
-            if model.share_embeddings_and_output_weights
-            else model.output_layer.weight
-        )
-        hidden_ND = copy_to_tensor_model_parallel_region(hidden_T1D[:, 0][target_N - 1])
-        return parallel_logprobs(hidden_ND, weight_VD, tokens_T[target_N], temperature, self._part)
-
-    def _embedded(self, tokens_T: Tensor) -> Tensor:
-        hidden_T1D: Tensor = cast("Any", self.model).embedding(input_ids=tokens_T[None], position_ids=None)
-        if self._pad_token_id is None:
-            return hidden_T1D
-        is_pad_T11 = (tokens_T == self._pad_token_id)[:, None, None]
-        return torch.where(is_pad_T11, hidden_T1D.detach(), hidden_T1D)
-
-
 def build_model(
     shape: Shape,
     stage: Stage,
@@ -137,8 +95,18 @@ def build_model(
     *,
     tensor_parallel: int,
     pipeline_parallel: int,
+    recompute: bool = False,
 ) -> GPTModel:
     """A stage's part of the model with weights yet to be loaded.
+
+    Args:
+        shape: of the whole model.
+        stage: which part.
+        dtype: of the weights.
+        device: where they lie.
+        tensor_parallel: ranks that share each matrix.
+        pipeline_parallel: stages that share the layers.
+        recompute: compute each layer's activations again in the backward pass.
 
     Raises:
         TrainingError: a model that these layers can't be.
@@ -186,9 +154,13 @@ def build_model(
         max_sequence_length=shape.max_position_embeddings,
         pre_process=stage.is_first,
         post_process=stage.is_last,
-        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        share_embeddings_and_output_weights=stage.is_tied,
         position_embedding_type="none",
     )
+    if recompute:
+        for layer in model.decoder.layers:
+            # Megatron's own takes tensors only, and the layout is none
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return model.to(device)
 
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
 from torch import Tensor
 
-from stages.training.batches import MicroBatch, spread
-from stages.training.megatron.model import MegatronForward
-from stages.training.passes import LossOf
+from stages.training.batches import MicroBatch
+from stages.training.megatron.forward import MegatronForward
+from stages.training.passes import LossOf, placed
 from stages.training.statistics import Tally
 
-AtEnd = Callable[[MicroBatch, tuple[Tensor, Tensor]], object]
+AtEnd = Callable[[MicroBatch, tuple[Tensor, ...]], object]
 
 
 class Stages:
@@ -95,21 +95,21 @@ class PipelinedPasses:
         self._stages = stages
         self._around = around
 
-    def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        def keep(batch: MicroBatch, output: tuple[Tensor, Tensor], **_unused: object) -> Tensor:
-            return spread(output[0], batch)
+    def values(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        def keep(batch: MicroBatch, output: tuple[Tensor, ...], **_unused: object) -> Tensor:
+            return placed(output[:1], batch)[0]
 
         with torch.no_grad():
             found = self._run(batches, temperature, keep, forward_only=True)
         if not self._stages.is_last:
             found = [batch.weight_T.new_zeros(batch.weight_T.shape) for batch in batches]
-        for logp_T in found:
-            self._stages.spread_last(logp_T)
+        for values_T in found:
+            self._stages.spread_last(values_T)
         return found
 
     def backward(self, batches: Sequence[MicroBatch], temperature: float, loss_of: LossOf) -> None:
-        def loss(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, None]:
-            value = loss_of(batch, spread(output[0], batch), spread(output[1], batch))
+        def loss(batch: MicroBatch, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, None]:
+            value = loss_of(batch, placed(output, batch))
             return value, torch.zeros((), dtype=torch.int), None  # the count is for a division that isn't asked for
 
         self._run(batches, temperature, loss, forward_only=False)

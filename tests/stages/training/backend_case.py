@@ -136,7 +136,6 @@ def train_megatron(ranks: Ranks, case: Case, tensor_parallel: int, pipeline_para
         MegatronSettings,
         open_megatron_backend,
     )
-    from stages.training.megatron.convert import unpad_vocabulary  # noqa: PLC0415 - in a package that imports Megatron
 
     megatron = MegatronSettings(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
     with open_megatron_backend(settings_of(case), case.models, plan(case.budget), ranks, megatron) as backend:
@@ -144,11 +143,8 @@ def train_megatron(ranks: Ranks, case: Case, tensor_parallel: int, pipeline_para
         gradients: list[list[np.ndarray]] = []
 
         def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
-            of_stage = policy._as_hf({name: p.grad for name, p in policy._named()})
-            whole = policy._stages.collect({name: t.full_tensor() for name, t in of_stage.items()})
-            gradients.append(
-                [unpad_vocabulary(whole[name], name, policy.vocabulary).numpy().copy() for name in sorted(whole)]
-            )
+            whole = policy.gathered(policy._as_hf({name: p.grad for name, p in policy.trained()}))
+            gradients.append([whole[name].numpy().copy() for name in sorted(whole)])
             return placement.clip(parameters, max_norm)
 
         backend._learner = msgspec.structs.replace(

@@ -21,7 +21,7 @@ from stages.learning.sampler import Sampler, SampleRequest
 from stages.learning.update import OptimizerSettings, learning_rate
 from stages.training.batches import micro_batch
 from stages.training.errors import CheckpointError, TrainingError
-from stages.training.passes import logprobs
+from stages.training.passes import outputs
 from stages.training.ports import RowArrays
 from stages.training.ranks import single_rank
 
@@ -155,7 +155,7 @@ def test_a_pack_gives_each_row_what_transformers_gives_it_alone(tmp_path):
     batch = micro_batch(manifest, rows, range(len(rows)), torch.device("cpu"))
     assert len(batch.layout.buckets) > 1
     with torch.no_grad():
-        found = logprobs(trainer._policy.network, batch, 0.8)[0]
+        found = outputs(trainer._policy.network, batch, 0.8)[0]
         offset = 0
         for row in rows.values():
             ids = torch.from_numpy(row.token_ids).long()
