@@ -317,7 +317,7 @@ async def open_broker(
         )
     folder = Path(settings.payload_dir) / run
     async with open_link(urls, settings) as link:
-        await _find_or_create(link, run, create=create)
+        await _find_or_create(link, run, folder, create=create)
         snapshot = await FolderState(folder / "state").load(_SNAPSHOT_KEY)
         index = (
             LogIndex()
@@ -335,17 +335,27 @@ async def open_broker(
                     await broker.stop()
 
 
-async def _find_or_create(link: Link, run: str, *, create: bool) -> None:
-    """See that the run's stream is there, also on a server that has just started and answers some calls never."""
+async def _find_or_create(link: Link, run: str, folder: Path, *, create: bool) -> None:
+    """See that the run's stream is there, also on a server that has just started and answers some calls never.
+
+    Raises:
+        NoSuchStreamError: it is not.
+        NotConnectedError: no answer.
+        BrokerError: it would have to be made beside what belongs to an earlier one.
+    """
     reason = ""
     deadline_s = link.settings.publish_deadline_s
     with anyio.move_on_after(deadline_s):
         while True:
             try:
-                if create:
-                    await create_stream(link, run)
                 async with link.channel() as channel:
-                    await find_stream(channel, run)
+                    try:
+                        await find_stream(channel, run)
+                    except NoSuchStreamError:
+                        if not create:
+                            raise
+                        await _refuse_leftovers(link, run, folder)
+                        await create_stream(link, run)
             except LOST as error:
                 reason = str(error)
                 await anyio.sleep(link.settings.reconnect_wait_s)
@@ -355,6 +365,19 @@ async def _find_or_create(link: Link, run: str, *, create: bool) -> None:
         f"expected the RabbitMQ at {link.url} to answer for the stream {stream_queue(run)} within "
         f"{deadline_s} s, found no answer ({reason or 'it is silent'})"
     )
+
+
+async def _refuse_leftovers(link: Link, run: str, folder: Path) -> None:
+    """The index and the positions of a stream that is gone would hide and skip messages of a new one.
+
+    Raises:
+        BrokerError: there are some.
+    """
+    if await FolderState(folder / "state").values(""):
+        raise BrokerError(
+            f"expected the stream {stream_queue(run)} at {link.url}, whose index and positions are in {folder}, found none: "
+            "give the run another id, or remove that folder if its log is really gone"
+        )
 
 
 async def delete_run(url: str, run: str, settings: ConnectSettings) -> None:

@@ -67,18 +67,14 @@ def stream_queue(run: str) -> str:
 
 
 async def create_stream(link: Link, run: str) -> None:
-    """Make the log's stream if it is missing, without any limit of its own: RabbitMQ would drop its oldest messages silently.
+    """Make the log's stream, without any limit of its own: RabbitMQ would drop its oldest messages silently.
 
     Returns when the declaration is safe: RabbitMQ has a new queue on disk only a moment later, and killed before
     that it forgets the queue with all that was confirmed in it.
     """
-    try:
-        async with link.channel() as channel:
-            await find_stream(channel, run)
-    except NoSuchStreamError:
-        async with link.channel() as channel:
-            await channel.declare(stream_queue(run), durable=True, arguments={"x-queue-type": "stream"})
-        await anyio.sleep(SETTLE_S)
+    async with link.channel() as channel:
+        await channel.declare(stream_queue(run), durable=True, arguments={"x-queue-type": "stream"})
+    await anyio.sleep(SETTLE_S)
 
 
 async def is_there(link: Link, queue: str) -> bool:

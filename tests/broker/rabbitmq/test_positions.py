@@ -6,7 +6,9 @@ import pytest
 
 from broker.api import ConsumerSettings
 from broker.conformance.asserting import fill, take_and_ack
+from broker.errors import BrokerError
 from broker.rabbitmq.dispatcher import position_bytes, read_position
+from broker.rabbitmq.queues import stream_queue
 
 pytestmark = pytest.mark.resources
 
@@ -34,6 +36,17 @@ async def test_the_next_dispatcher_goes_on_where_the_one_before_it_ended(make, m
             [one] = await take_and_ack(deliveries, 1)
             assert one.subject.endswith(".20")
             assert await second._num_ready("d") == 0
+
+
+async def test_a_new_stream_beside_the_folder_of_one_that_is_gone_is_refused(make):
+    async with make() as broker:
+        await fill(broker, "a.b", 3)
+        await broker.save_snapshot()
+        async with broker._link.channel() as channel:
+            await channel.delete(stream_queue(broker.run))
+    with pytest.raises(BrokerError, match="give the run another id, or remove that folder"):
+        async with make():
+            pass
 
 
 def test_a_position_says_whether_its_queue_is_young():
