@@ -77,6 +77,8 @@ class Requested(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: bool = False
     tool_choice: str | None = None
     """auto | none | required | the name of a tool. The policy is not forced: that would change what it samples from."""
+    allowed_tools: tuple[str, ...] | None = None
+    """Names of the tools that an answer is read for calls of; None: all."""
     parallel_tool_calls: bool | None = None
     response_format: str | None = None
 

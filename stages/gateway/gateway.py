@@ -319,6 +319,7 @@ class Gateway:
         parser = output_parser(
             self.settings.tool_format,
             tools=tools,
+            allowed=call.requested.allowed_tools,
             reasoning=reasoning,
             opened=opened,
             new_call_id=lambda: new_call_id(call.protocol),

@@ -7,7 +7,7 @@ only then is it known to be one: what turns out malformed becomes text. Holds te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final, Protocol
 
 import msgspec
@@ -52,11 +52,18 @@ class OutputParser(Protocol):
 
 
 def output_parser(
-    form: ToolFormat, *, tools: Mapping[str, Tool], reasoning: bool, opened: bool, new_call_id: Callable[[], str]
+    form: ToolFormat,
+    *,
+    tools: Mapping[str, Tool],
+    reasoning: bool,
+    opened: bool,
+    new_call_id: Callable[[], str],
+    allowed: Collection[str] | None = None,
 ) -> OutputParser:
     """The parser of one answer.
 
     Args:
+        allowed: names of the tools whose calls are calls; those of others stay text. None: all.
         opened: the prompt itself ends inside <think>, as some templates' generation prompts do.
         new_call_id: a fresh id for each tool call.
     """
@@ -64,6 +71,7 @@ def output_parser(
     return TaggedParser(
         calls=formats.get(form) if tools else None,
         tools=tools,
+        allowed=allowed,
         reasoning=reasoning,
         opened=opened,
         new_call_id=new_call_id,
@@ -81,9 +89,11 @@ class TaggedParser:
         reasoning: bool,
         opened: bool,
         new_call_id: Callable[[], str],
+        allowed: Collection[str] | None = None,
     ) -> None:
         self._calls = calls
         self._tools = tools
+        self._allowed = allowed
         self._new_call_id = new_call_id
         self._openers = tuple(tag for tag, used in ((_THINK, reasoning), (_CALL, calls is not None)) if used)
         self._held = ""
@@ -113,7 +123,7 @@ class TaggedParser:
         if inside == _THINK:
             return _pieces(Reasoning, held)
         if inside == _CALL:
-            call = self._calls.read(held, self._tools) if self._calls else None
+            call = self._read(held)
             return self._call_events(call) if call else _pieces(Text, self._blanks + _CALL + held)
         return _pieces(Text, self._unskipped(held))
 
@@ -164,7 +174,7 @@ class TaggedParser:
             self._searched = max(0, len(self._held) - len(_CALL_END) + 1)
             return False
         body, rest = self._held[:at], self._held[at + len(_CALL_END) :]
-        call = self._calls.read(body, self._tools) if self._calls else None
+        call = self._read(body)
         if call is None and self._calls and self._calls.goes_on(body):
             self._searched = at + len(_CALL_END)
             return True
@@ -173,6 +183,11 @@ class TaggedParser:
         # Newlines that only separate calls belong to neither; text after a call keeps its own.
         self._blanks = ""
         return True
+
+    def _read(self, body: str) -> ParsedCall | None:
+        call = self._calls.read(body, self._tools) if self._calls else None
+        forbidden = call is not None and self._allowed is not None and call[0] not in self._allowed
+        return None if forbidden else call
 
     def _enter(self, mode: str, rest: str) -> None:
         self._inside = mode

@@ -58,12 +58,17 @@ class PromptRenderer:
         """The ids of a call that its chain does not hold yet.
 
         Raises:
-            InvalidRequestError: the template refuses the conversation, or a raw prompt is empty.
+            InvalidRequestError: the template refuses the conversation, or a raw prompt is empty or holds ids outside the vocabulary.
         """
         if isinstance(call.prompt, str):
             ids = self._tokenizer.encode(call.prompt[match.num_known :])
         elif call.prompt is not None:
             ids = np.asarray(call.prompt[match.num_known :], dtype=np.int32)
+            if ids.size and int(ids.max()) >= self._tokenizer.vocab_size:
+                raise InvalidRequestError(
+                    f"prompt: expected token ids in 0..{self._tokenizer.vocab_size - 1}, found {int(ids.max())}; "
+                    "encode the text with the policy's own tokenizer"
+                )
         elif match.parent is not None:
             return self.continuation(new_messages(call, match), ended=match.parent.ended)
         else:

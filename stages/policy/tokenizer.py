@@ -34,11 +34,12 @@ class FolderTokenizer:
         self._template = template
         self._specials = dict(specials)
         self._stops = tuple(stops)
+        self._vocab_size = max(encoder.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary, added tokens included."""
-        return self._encoder.get_vocab_size(with_added_tokens=True)
+        """One more than the largest id, added tokens included: ids may have gaps."""
+        return self._vocab_size
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -1,40 +1,32 @@
-"""OpenAI chat completions."""
+"""OpenAI chat completions: requests to calls. Their answers and streams are in `chat_stream`."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from stages.gateway.conversation import (
-    Answer,
     Call,
-    CallArguments,
-    CallStarted,
-    Event,
     Message,
-    Reasoning,
     Requested,
     Role,
-    Text,
     Tool,
     ToolCall,
     gather_system,
     new_answer_id,
 )
-from stages.gateway.errors import GatewayError, InvalidRequestError
+from stages.gateway.errors import InvalidRequestError
+from stages.gateway.protocols.chat_stream import ChatExchange
+from stages.gateway.protocols.tool_choice import Chosen, chosen_of_allowed, chosen_tool, chosen_word, unknown_choice
 from stages.gateway.protocols.wire import (
-    PING_COMMENT,
     check_format,
     check_size,
     checked_tool,
     decode_body,
     not_served,
-    openai_error,
     refuse_media,
-    sse,
     to_json,
 )
 from stages.gateway.settings import GatewayLimits
@@ -47,7 +39,7 @@ _ROLES: Final[dict[str, Role]] = {
     "tool": "tool",
     "function": "tool",
 }
-FINISH: Final = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls"}
+_CHOICES: Final = "none, auto, required or an object of type function or allowed_tools"
 
 
 class _Part(msgspec.Struct):
@@ -97,9 +89,18 @@ class _Named(msgspec.Struct):
     name: str = ""
 
 
-class _ToolChoice(msgspec.Struct):
+class _Entry(msgspec.Struct):
     type: str = "function"
     function: _Named | None = None
+
+
+class _Allowed(msgspec.Struct):
+    mode: str = ""
+    tools: list[_Entry] = []
+
+
+class _ToolChoice(_Entry):
+    allowed_tools: _Allowed | None = None
 
 
 class _Format(msgspec.Struct):
@@ -128,6 +129,9 @@ class _Body(msgspec.Struct):
     stop: str | list[str] | None = None
     n: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, object] | None = None
     response_format: _Format | None = None
     functions: list[object] | None = None
     function_call: str | dict[str, object] | None = None
@@ -147,11 +151,9 @@ def parse_chat(body: bytes, limits: GatewayLimits, *, resumes: bool = False) -> 
     """
     request = decode_body(_decoder, body)
     check_size(len(request.messages), limits)
-    if request.functions:
-        raise not_served("functions", "send them as tools")
-    if request.function_call is not None:
-        raise not_served("function_call", "send tools and tool_choice")
-    choice = request.tool_choice
+    _check_served(request)
+    tools = _tools(request.tools, limits)
+    chosen = _chosen(request.tool_choice, [tool.name for tool in tools])
     requested = Requested(
         max_tokens=positive(
             request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -168,7 +170,8 @@ def parse_chat(body: bytes, limits: GatewayLimits, *, resumes: bool = False) -> 
         stop=stop_strings(request.stop),
         n=positive(request.n) or 1,
         logprobs=bool(request.logprobs),
-        tool_choice=choice if choice is None or isinstance(choice, str) else (choice.function or _Named()).name,
+        tool_choice=chosen.choice,
+        allowed_tools=chosen.allowed,
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=check_format("response_format", request.response_format.type)
         if request.response_format
@@ -180,11 +183,50 @@ def parse_chat(body: bytes, limits: GatewayLimits, *, resumes: bool = False) -> 
         model=request.model,
         messages=gather_system((_message(one) for one in request.messages), answered=resumes),
         num_last=1,
-        tools=_tools(request.tools, limits),
+        tools=tools,
         requested=requested,
         stream=bool(request.stream),
     )
     return ChatExchange(call, include_usage=bool(request.stream_options and request.stream_options.include_usage))
+
+
+def _check_served(request: _Body) -> None:
+    if request.functions:
+        raise not_served("functions", "send them as tools")
+    if request.function_call is not None:
+        raise not_served("function_call", "send tools and tool_choice")
+    if request.top_logprobs:
+        raise not_served(
+            f"top_logprobs of {request.top_logprobs}",
+            "engines tell the log-prob of the sampled token alone: send logprobs without top_logprobs",
+        )
+    if request.modalities not in (None, ["text"]):
+        raise not_served(f"modalities {request.modalities}", 'the policy answers with text: send ["text"] or none')
+    if request.audio is not None:
+        raise not_served("audio", "the policy answers with text: leave it out")
+
+
+def _chosen(choice: str | _ToolChoice | None, tools: Sequence[str]) -> Chosen:
+    match choice:
+        case None:
+            return Chosen()
+        case str():
+            return chosen_word(choice, tools, _CHOICES)
+        case _ToolChoice(type="function"):
+            return chosen_tool(_entry(choice), tools)
+        case _ToolChoice(type="allowed_tools"):
+            allowed = choice.allowed_tools or _Allowed()
+            return chosen_of_allowed(allowed.mode, [_entry(one) for one in allowed.tools], tools)
+        case _:
+            raise unknown_choice(_CHOICES, choice.type)
+
+
+def _entry(entry: _Entry) -> str:
+    if entry.function is None or not entry.function.name:
+        raise InvalidRequestError(
+            'tool_choice: expected {"type": "function", "function": {"name": …}}, found no name of a function'
+        )
+    return entry.function.name
 
 
 def positive(number: int | None) -> int | None:
@@ -253,123 +295,3 @@ def _call(call: _ToolCall) -> ToolCall:
     arguments = function.arguments
     text = arguments if isinstance(arguments, str) else to_json(arguments or {}).decode()
     return ToolCall(id=call.id or "", name=function.name, arguments=text or "{}")
-
-
-def usage(answers: Sequence[Answer]) -> dict[str, object]:
-    """Token counts of a call with all its choices."""
-    num_prompt = answers[0].num_prompt
-    num_completion = sum(answer.num_completion for answer in answers)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": answers[0].num_cached},
-    }
-
-
-def _logprobs(answer: Answer) -> dict[str, object] | None:
-    if not answer.token_logprobs:
-        return None
-    return {
-        "content": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
-            for text, logprob in answer.token_logprobs
-        ],
-        "refusal": None,
-    }
-
-
-class ChatExchange:
-    """One chat completion."""
-
-    def __init__(self, call: Call, *, include_usage: bool) -> None:
-        self.call = call
-        self._include_usage = include_usage
-        self._created: Final = int(time.time())
-        head = {"id": call.answer_id, "object": "chat.completion.chunk", "created": self._created, "model": call.model}
-        self._head: Final = to_json(head)[:-1]
-
-    def reply(self, answers: Sequence[Answer]) -> bytes:
-        """The body of a non-streaming answer."""
-        return to_json(
-            {
-                "id": self.call.answer_id,
-                "object": "chat.completion",
-                "created": self._created,
-                "model": self.call.model,
-                "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
-                "usage": usage(answers),
-            }
-        )
-
-    def _choice(self, index: int, answer: Answer) -> dict[str, object]:
-        message = answer.message
-        shaped: dict[str, object] = {"role": "assistant", "content": message.text or (None if message.calls else "")}
-        if message.reasoning:
-            shaped["reasoning_content"] = message.reasoning
-        if message.calls:
-            shaped["tool_calls"] = [
-                {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
-                for one in message.calls
-            ]
-        return {
-            "index": index,
-            "message": shaped,
-            "finish_reason": FINISH[answer.finish],
-            "logprobs": _logprobs(answer),
-        }
-
-    def start(self) -> bytes:
-        """Each choice begins with its role."""
-        choices = range(self.call.requested.n)
-        return b"".join(self._chunk(choice, b'{"role":"assistant","content":""}') for choice in choices)
-
-    def events(self, choice: int, events: Sequence[Event]) -> bytes:
-        """One chunk per event."""
-        if len(events) == 1:
-            return self._chunk(choice, _delta(events[0]))
-        return b"".join(self._chunk(choice, _delta(event)) for event in events)
-
-    def finish(self, answers: Sequence[Answer]) -> bytes:
-        """Finish reasons, usage where asked for, the end mark."""
-        chunks = [
-            b'data: %b,"choices":[%b]}\n\n'
-            % (
-                self._head,
-                to_json(
-                    {"index": index, "delta": {}, "logprobs": _logprobs(answer), "finish_reason": FINISH[answer.finish]}
-                ),
-            )
-            for index, answer in enumerate(answers)
-        ]
-        if self._include_usage:
-            chunks.append(b'data: %b,"choices":[],"usage":%b}\n\n' % (self._head, to_json(usage(answers))))
-        return b"".join(chunks) + b"data: [DONE]\n\n"
-
-    def fail(self, error: GatewayError) -> bytes:
-        """An error chunk: the SDK raises it."""
-        return sse(None, to_json(openai_error(error)))
-
-    def ping(self) -> bytes:
-        """A comment: an unknown event would reach users as a chunk without choices."""
-        return PING_COMMENT
-
-    def _chunk(self, choice: int, delta: bytes) -> bytes:
-        return b'data: %b,"choices":[{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}]}\n\n' % (
-            self._head,
-            choice,
-            delta,
-        )
-
-
-def _delta(event: Event) -> bytes:
-    match event:
-        case Text(text):
-            return b'{"content":%b}' % to_json(text)
-        case Reasoning(text):
-            return b'{"reasoning_content":%b}' % to_json(text)
-        case CallStarted(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            return to_json({"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]})
-        case CallArguments(index, text):
-            return to_json({"tool_calls": [{"index": index, "function": {"arguments": text}}]})

@@ -10,7 +10,8 @@ import msgspec
 
 from stages.gateway.conversation import Answer, Call, Event, Requested, Text, new_answer_id
 from stages.gateway.errors import GatewayError, InvalidRequestError
-from stages.gateway.protocols.chat import FINISH, positive, stop_strings, usage
+from stages.gateway.protocols.chat import positive, stop_strings
+from stages.gateway.protocols.chat_stream import FINISH, usage
 from stages.gateway.protocols.wire import PING_COMMENT, decode_body, not_served, openai_error, sse, to_json
 
 
@@ -57,6 +58,10 @@ def parse_completion(body: bytes) -> CompletionExchange:
             raise not_served(name, "leave it out")
     if request.best_of is not None and request.best_of > (request.n or 1):
         raise not_served("best_of above n", "ask for n answers and choose among them")
+    if request.logprobs not in (None, 0, 1):
+        raise not_served(
+            f"logprobs of {request.logprobs}", "engines tell the log-prob of the sampled token alone: send 0 or 1"
+        )
     requested = Requested(
         max_tokens=positive(request.max_tokens) or 16,
         temperature=request.temperature,
@@ -96,8 +101,9 @@ def _prompt(prompt: str | list[str | int | list[int]]) -> str | tuple[int, ...]:
 
 
 def _ids(ids: list[int]) -> tuple[int, ...]:
-    if any(one < 0 or one > _MAX_ID for one in ids):
-        raise InvalidRequestError("prompt: expected token ids of 0 or more")
+    wrong = next((one for one in ids if not 0 <= one <= _MAX_ID), None)
+    if wrong is not None:
+        raise InvalidRequestError(f"prompt: expected token ids in 0..{_MAX_ID}, found {wrong}")
     return tuple(ids)
 
 

@@ -12,11 +12,13 @@ from stages.gateway.conversation import Answer, Call, Message, Requested, ToolCa
 from stages.gateway.errors import InvalidRequestError
 from stages.gateway.matching import parse_object
 from stages.gateway.protocols.chat import positive
+from stages.gateway.protocols.tool_choice import Chosen, chosen_tool, expect_tools, unknown_choice
 from stages.gateway.protocols.wire import check_size, checked_tool, decode_body, not_served, refuse_media, to_json
 from stages.gateway.settings import GatewayLimits
 
 _BILLING: Final = "x-anthropic-billing-header:"
 """Claude Code puts a header with a changing checksum into its system text: nothing for the model, and it breaks prefixes."""
+_CHOICES: Final = "an object of type auto, any, tool or none"
 STOP_REASONS: Final = {
     "stop": "end_turn",
     "stop_string": "stop_sequence",
@@ -97,13 +99,14 @@ def parse_messages(body: bytes, limits: GatewayLimits, *, resumes: bool = False,
             "end with a user's message and ask there for how the answer begins",
         )
     choice = request.tool_choice
+    chosen = _chosen(choice, [tool.name for tool in request.tools or ()])
     requested = Requested(
         max_tokens=positive(request.max_tokens),
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
         stop=tuple(request.stop_sequences or ()),
-        tool_choice=None if choice is None else choice.name or {"any": "required"}.get(choice.type, choice.type),
+        tool_choice=chosen.choice,
         parallel_tool_calls=not choice.disable_parallel_tool_use if choice else None,
     )
     system = _system(request.system)
@@ -125,6 +128,23 @@ def parse_messages(body: bytes, limits: GatewayLimits, *, resumes: bool = False,
         requested=requested,
         stream=bool(request.stream),
     )
+
+
+def _chosen(choice: _ToolChoice | None, tools: Sequence[str]) -> Chosen:
+    if choice is None:
+        return Chosen()
+    match choice.type:
+        case "auto" | "none":
+            return Chosen(choice=choice.type)
+        case "any":
+            expect_tools("any", tools)
+            return Chosen(choice="required")
+        case "tool":
+            if not choice.name:
+                raise InvalidRequestError('tool_choice: expected {"type": "tool", "name": …}, found no name of a tool')
+            return chosen_tool(choice.name, tools)
+        case other:
+            raise unknown_choice(_CHOICES, other)
 
 
 def _system(system: str | list[Block] | None) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from stages.gateway.conversation import (
 from stages.gateway.errors import InvalidRequestError
 from stages.gateway.matching import parse_object
 from stages.gateway.protocols.chat import positive
+from stages.gateway.protocols.tool_choice import Chosen, chosen_of_allowed, chosen_tool, chosen_word, unknown_choice
 from stages.gateway.protocols.wire import (
     check_format,
     check_size,
@@ -46,6 +47,8 @@ _ROLES: Final[dict[str, Role]] = {
 _SEALED: Final = "hr1:"
 """Before the reasoning inside encrypted_content: ours, and not secret from whoever sampled it."""
 _LOGPROBS: Final = "message.output_text.logprobs"
+_CHOICES: Final = "none, auto, required or an object of type function, custom, allowed_tools or of one of the tools"
+_FUNCTIONS: Final = ("function", "custom")
 _FREE_FORM: Final[dict[str, object]] = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -90,9 +93,15 @@ class _Tool(msgspec.Struct):
     tools: list[_Tool] | None = None
 
 
-class _ToolChoice(msgspec.Struct):
+class _Entry(msgspec.Struct):
     type: str = "function"
     name: str | None = None
+    namespace: str | None = None
+
+
+class _ToolChoice(_Entry):
+    mode: str = ""
+    tools: list[_Entry] = []
 
 
 class _Format(msgspec.Struct):
@@ -163,7 +172,7 @@ def parse_responses(
     alone = request.store is False and request.previous_response_id is None
     can_resume = alone and not isinstance(request.input, str) and not _is_answer(items[-1])
     tools, names = _tools(request.tools or [], limits)
-    choice = request.tool_choice
+    chosen = _chosen(request.tool_choice, request.tools or [], names)
     call = Call(
         protocol="responses",
         answer_id=new_answer_id("responses"),
@@ -176,7 +185,8 @@ def parse_responses(
             max_tokens=positive(request.max_output_tokens),
             temperature=request.temperature,
             top_p=request.top_p,
-            tool_choice=choice if choice is None or isinstance(choice, str) else choice.name,
+            tool_choice=chosen.choice,
+            allowed_tools=chosen.allowed,
             parallel_tool_calls=request.parallel_tool_calls,
             response_format=check_format("text.format", request.text.format.type)
             if request.text and request.text.format
@@ -224,13 +234,43 @@ def _tools(tools: Sequence[_Tool], limits: GatewayLimits) -> tuple[tuple[Tool, .
     for tool in tools:
         inner = [(None, tool)] if tool.type != "namespace" else [(tool.name, one) for one in tool.tools or ()]
         for namespace, one in inner:
-            if one.type not in ("function", "custom"):
+            if one.type not in _FUNCTIONS:
                 continue
             name = one.name if namespace is None else _qualified(namespace, one.name)
             parameters = _FREE_FORM if one.type == "custom" else one.parameters
             made.append(checked_tool(name, one.description, parameters, limits))
             names[name] = ToolName("custom" if one.type == "custom" else "function", one.name, namespace)
     return tuple(made), names
+
+
+def _chosen(choice: str | _ToolChoice | None, tools: Sequence[_Tool], names: Mapping[str, ToolName]) -> Chosen:
+    not_served_types = [tool.type for tool in tools if tool.type not in (*_FUNCTIONS, "namespace")]
+    known = [*names, *not_served_types]
+    match choice:
+        case None:
+            return Chosen()
+        case str():
+            return chosen_word(choice, known, _CHOICES)
+        case _ToolChoice(type="allowed_tools"):
+            return chosen_of_allowed(choice.mode, [_policy_name(one, names) for one in choice.tools], known)
+        case _ToolChoice(type="function" | "custom"):
+            return chosen_tool(_policy_name(choice, names), known)
+        case _ if choice.type in not_served_types:
+            return Chosen(choice=choice.type)
+        case _:
+            raise unknown_choice(_CHOICES, choice.type)
+
+
+def _policy_name(entry: _Entry, names: Mapping[str, ToolName]) -> str:
+    """What the policy calls a tool that a choice names; a tool that is not served goes by its type."""
+    if entry.type not in _FUNCTIONS:
+        return entry.type
+    if not entry.name:
+        raise InvalidRequestError(f"tool_choice: expected a name beside type {entry.type!r}, found none")
+    for known, tool in names.items():
+        if (tool.kind, tool.name) == (entry.type, entry.name) and entry.namespace in (None, tool.namespace):
+            return known
+    return entry.name
 
 
 def _qualified(namespace: str, name: str) -> str:

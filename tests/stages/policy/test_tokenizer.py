@@ -1,5 +1,6 @@
 """The torch-free tokenizer against transformers' on the same folder."""
 
+import shutil
 import subprocess
 import sys
 
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoTokenizer
 
 from stages.policy.tiny import PolicySpec, byte_tokenizer, make_policy_folder
@@ -48,6 +51,13 @@ def test_rendering_equals_transformers(folder, tools, prompt, start):
     assert found.dtype == np.int32
     assert ours.vocab_size == len(theirs) == 264
     assert ours.stop_token_ids == (theirs.eos_token_id,)
+
+
+def test_every_id_is_inside_the_vocabulary_though_ids_have_gaps(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    Tokenizer(WordLevel({"a": 0, "b": 9}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.encode("b").tolist(), tokenizer.vocab_size) == ([9], 10)
 
 
 @pytest.mark.parametrize("length", range(1, len(MESSAGES)))
