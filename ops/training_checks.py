@@ -95,13 +95,11 @@ def _check_combinations(training: TrainingSection, estimator: str) -> None:
             f"training.ranks: expected a multiple of megatron.tensor_parallel ({tensor}) · pipeline_parallel ({pipeline}), "
             f"found {training.ranks}"
         )
-    for name, is_asked in (
-        ("lora.enabled", training.lora.enabled),
-        ("critic.enabled", critic.enabled),
-        ("activation_checkpointing", training.activation_checkpointing),
-    ):
-        if is_asked:
-            raise ConfigError(f"training.{name}: backend megatron has none; use backend = fsdp2")
+    if training.lora.enabled and training.lora.dropout and tensor > 1:
+        raise ConfigError(
+            f"training.lora.dropout: expected 0 where megatron.tensor_parallel is {tensor} (ranks that share a matrix would drop "
+            f"different inputs), found {training.lora.dropout:g}"
+        )
 
 
 def _one_of(path: str, value: str, allowed: Sequence[str]) -> None:

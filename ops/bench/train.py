@@ -4,7 +4,7 @@ The bare loop is what one writes by hand for rows of equal length: transformers'
 log-softmax of the logits, the same clipped loss, clip, AdamW. The trainer does the same step out of a manifest, with packing,
 statistics and the weights' digest. TRL's GRPOTrainer takes part where $HEADRACE_BENCH_TRL_PYTHON names a Python that has it, or
 where one lies in headrace's cache (`trl/bin/python` in $HEADRACE_CACHE, else in ~/.cache/headrace).
-Reads nothing of a run; needs torch.
+The Megatron-Core backend takes part where headrace[megatron] is installed. Reads nothing of a run; needs torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,10 +49,10 @@ _SPEC: Final = PolicySpec(
 
 
 def run() -> BenchResult:
-    """Tokens per second of a whole step: plain backend, FSDP2 of one rank, bare loop; ratios are medians of rounds in turn."""
+    """Tokens per second of a whole step: each backend with one rank, bare loop; ratios are medians of rounds in turn."""
     set_determinism(seed=0, threads=torch.get_num_threads())
     torch.use_deterministic_algorithms(mode=False)
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as path, lone_group():
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as path, lone_group(), ExitStack() as opened:
         folder = Path(path)
         make_policy_folder(folder / "policy", _SPEC)
         manifest, rows = _step()
@@ -60,6 +61,9 @@ def run() -> BenchResult:
             "torch": _timed(_stepper(_backend(folder, fsdp2=False), manifest, rows)),
             "fsdp2": _timed(_stepper(_backend(folder, fsdp2=True), manifest, rows)),
         }
+        if find_spec("megatron") is not None:
+            contestants["megatron"] = _timed(_stepper(opened.enter_context(_megatron(folder)), manifest, rows))
+        backends = [name for name in contestants if name != "bare"]
         ragged = _timed(_ragged(folder))
         with _trl(folder, manifest, rows) as trl:
             if trl is not None:
@@ -73,9 +77,9 @@ def run() -> BenchResult:
         ragged_s = statistics.median(ragged() for _ in range(ROUNDS))
     tokens = NUM_ROWS * ROW_TOKENS
     rates = {name: round(tokens / statistics.median(seconds), 1) for name, seconds in times.items()}
-    metrics: dict[str, float | str] = {f"{name}_tokens_per_s": rates[name] for name in ("torch", "fsdp2")}
+    metrics: dict[str, float | str] = {f"{name}_tokens_per_s": rates[name] for name in backends}
     reference: dict[str, float | str] = dict.fromkeys(metrics, rates["bare"])
-    ratio = {f"{name}_tokens_per_s": _ratio(times["bare"], times[name]) for name in ("torch", "fsdp2")}
+    ratio = {f"{name}_tokens_per_s": _ratio(times["bare"], times[name]) for name in backends}
     metrics["torch_ragged_tokens_per_s"] = round(_RAGGED_TOKENS / ragged_s, 1)
     if "trl" in times:
         metrics["torch_beside_trl_tokens_per_s"], reference["torch_beside_trl_tokens_per_s"] = (
@@ -154,20 +158,33 @@ def _line(process: subprocess.Popen[str]) -> str:
     return ""
 
 
-def _backend(folder: Path, *, fsdp2: bool) -> StepBackend:
-    ranks = single_rank()
-    settings = StepSettings(
+def _settings(folder: Path) -> StepSettings:
+    return StepSettings(
         model_folder=str(folder / "policy"), checkpoint_dir=str(folder / "checkpoints"), async_checkpoints=False
     )
+
+
+def _plan(manifest: Manifest, num_ranks: int) -> list[list[list[list[int]]]]:
     partition = PartitionSettings(max_tokens_per_microbatch=ROWS_A_BATCH * ROW_TOKENS)
+    return partition_manifest(manifest, num_ranks, partition).ranks
+
+
+def _backend(folder: Path, *, fsdp2: bool) -> StepBackend:
+    ranks = single_rank()
     placement = Fsdp2Placement(ranks, Fsdp2Settings()) if fsdp2 else WholePlacement(ranks)
-    return hf_backend(
-        settings,
-        ModelSettings(),
-        lambda manifest, num_ranks: partition_manifest(manifest, num_ranks, partition).ranks,
-        ranks,
-        placement,
+    return hf_backend(_settings(folder), ModelSettings(), _plan, ranks, placement)
+
+
+@contextmanager
+def _megatron(folder: Path) -> Generator[StepBackend]:
+    from stages.training.megatron.backend import (  # noqa: PLC0415 - an extra of its own
+        MegatronSettings,
+        open_megatron_backend,
     )
+
+    parallel = MegatronSettings()
+    with open_megatron_backend(_settings(folder), ModelSettings(), _plan, single_rank(), parallel) as backend:
+        yield backend
 
 
 def _stepper(backend: StepBackend, manifest: Manifest, rows: dict[int, RowArrays]) -> Callable[[], None]:

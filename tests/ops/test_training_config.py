@@ -34,7 +34,16 @@ GAE = {"assembly": {"estimator": {"name": "gae"}}}
             {},
             r"training\.ranks: expected a multiple of megatron\.tensor_parallel \(2\) · pipeline_parallel \(1\), found 3",
         ),
-        ({"backend": "megatron", "lora": {"enabled": True}}, {}, r"training\.lora\.enabled: backend megatron has none"),
+        (
+            {
+                "backend": "megatron",
+                "ranks": 2,
+                "megatron": {"tensor_parallel": 2},
+                "lora": {"enabled": True, "dropout": 0.1},
+            },
+            {},
+            r"training\.lora\.dropout: expected 0 where megatron\.tensor_parallel is 2 .*, found 0\.1",
+        ),
         ({"lora": {"rank": 0}}, {}, r"training\.lora\.rank: expected at least 1"),
         ({"lora": {"publish": "both"}}, {}, r"training\.lora\.publish: expected one of 'auto', 'adapter', 'merged'"),
     ],

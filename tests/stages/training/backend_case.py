@@ -30,12 +30,20 @@ class Recording:
     def __init__(self, inner: Placement) -> None:
         self._inner = inner
         self.gradients: list[list[torch.Tensor]] = []
+        self.names: list[list[str]] = []
+        self._known: dict[int, str] = {}
+
+    def know(self, network: torch.nn.Module) -> None:
+        """Its parameters' names."""
+        self._known |= {id(p): name for name, p in network.named_parameters()}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
-        self.gradients.append([self._inner.whole(p.grad).clone() for p in parameters if p.grad is not None])
+        with_gradient = [p for p in parameters if p.grad is not None]
+        self.gradients.append([self._inner.whole(p.grad).clone() for p in with_gradient])
+        self.names.append([self._known.get(id(p), "") for p in with_gradient])
         return self._inner.clip(parameters, max_norm)
 
 
@@ -60,6 +68,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it, on one rank."""
 
     gradients: list[list[np.ndarray]]
+    names: list[list[str]]
+    """Of the gradients' parameters, as their modules name them."""
     weights: dict[str, np.ndarray]
     stats: list[dict[str, float]]
     num_rows: int
@@ -89,7 +99,11 @@ def train_case(ranks: Ranks, case: Case) -> Outcome:
     torch.manual_seed(0)
     inner = WholePlacement(ranks) if case.models.fsdp2 is None else Fsdp2Placement(ranks, case.models.fsdp2)
     placement = Recording(inner)
-    return outcome_of(hf_backend(settings_of(case), case.models, plan(case.budget), ranks, placement), placement, case)
+    backend = hf_backend(settings_of(case), case.models, plan(case.budget), ranks, placement)
+    placement.know(backend._policy.network)
+    if (critic := backend._guides.critic) is not None:
+        placement.know(critic._model.network)
+    return outcome_of(backend, placement, case)
 
 
 def outcome_of(backend: StepBackend, placement: Recording, case: Case) -> Outcome:
@@ -109,6 +123,7 @@ def outcome_of(backend: StepBackend, placement: Recording, case: Case) -> Outcom
     backend.close()
     return Outcome(
         gradients=[[g.float().numpy().copy() for g in update] for update in placement.gradients],
+        names=placement.names,
         weights=weights,
         stats=stats,
         num_rows=num_rows,
@@ -130,6 +145,24 @@ def assert_same_gradients(found: Outcome, expected: Outcome, bound: float = 1e-5
         assert largest_difference(one, other) < bound
 
 
+class _Gathering:
+    """A placement of Megatron's that remembers whole gradients under HF names."""
+
+    def __init__(self, inner: Any, model: Any, into: Recording) -> None:
+        self._inner = inner
+        self._model = model
+        self._into = into
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
+        whole = self._model.gathered(self._model._as_hf({name: p.grad for name, p in self._model.trained()}))
+        self._into.names.append(sorted(whole))
+        self._into.gradients.append([whole[name] for name in sorted(whole)])
+        return self._inner.clip(parameters, max_norm)
+
+
 def train_megatron(ranks: Ranks, case: Case, tensor_parallel: int, pipeline_parallel: int = 1) -> Outcome:
     """The same over Megatron-Core; gradients come back whole, under HF names in order, on rank 0."""
     from stages.training.megatron.backend import (  # noqa: PLC0415 - slow to import
@@ -137,18 +170,15 @@ def train_megatron(ranks: Ranks, case: Case, tensor_parallel: int, pipeline_para
         open_megatron_backend,
     )
 
+    torch.manual_seed(0)
     megatron = MegatronSettings(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
     with open_megatron_backend(settings_of(case), case.models, plan(case.budget), ranks, megatron) as backend:
-        policy, placement = backend._policy, backend._placement
-        gradients: list[list[np.ndarray]] = []
-
-        def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
-            whole = policy.gathered(policy._as_hf({name: p.grad for name, p in policy.trained()}))
-            gradients.append([whole[name].numpy().copy() for name in sorted(whole)])
-            return placement.clip(parameters, max_norm)
-
+        found = Recording(backend._placement)
+        gathering = _Gathering(backend._placement, backend._policy, found)
+        parameters = backend._learner.parameters
         backend._learner = msgspec.structs.replace(
-            backend._learner, clip=lambda limit: clip([*policy.network.parameters()], limit)
+            backend._learner, clip=lambda limit: gathering.clip(parameters, limit)
         )
-        found = outcome_of(backend, Recording(placement), case)
-    return msgspec.structs.replace(found, gradients=gradients)
+        if (critic := backend._guides.critic) is not None:
+            critic._placement = _Gathering(critic._placement, critic._model, found)
+        return outcome_of(backend, found, case)

@@ -6,40 +6,23 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from backend_case import (
-    Case,
-    assert_same_gradients,
-    largest_difference,
-    train_case,
-    train_megatron,
-)
+from backend_case import assert_same_gradients, largest_difference, train_megatron
+from megatron_case import plain, tiny_case
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 from training_case import SPEC
-from transformers import AutoModelForCausalLM
 
 from stages.learning.losses.config import LossConfig
 from stages.learning.losses.kl import KlPenalty
 from stages.policy.tiny import make_policy_folder
 from stages.training.megatron.convert import Heads, Stage, hf_from_megatron, megatron_from_hf, of_stage, shard
-from stages.training.ranks import single_rank
 
 pytest.importorskip("megatron.core")
 
 
 @pytest.fixture
 def case(tmp_path):
-    make_policy_folder(tmp_path / "policy", msgspec.structs.replace(SPEC, num_heads=4, num_kv_heads=2, head_dim=16))
-    return Case(folder=str(tmp_path))
-
-
-def plain(case):
-    """The plain backend's gradients in order of the HF names."""
-    found = train_case(single_rank(), case)
-    model = AutoModelForCausalLM.from_pretrained(f"{case.folder}/policy")
-    names = [name for name, _ in model.named_parameters()]
-    order = sorted(range(len(names)), key=names.__getitem__)
-    return msgspec.structs.replace(found, gradients=[[update[i] for i in order] for update in found.gradients])
+    return tiny_case(tmp_path)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -84,6 +67,7 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2)]
 def check_layout(tmp_path, case, num_ranks, tensor_parallel, pipeline_parallel):
     found = run_ranks(num_ranks, train_megatron, case, tensor_parallel, pipeline_parallel, store=tmp_path / "store")
     alone = plain(case)
+    assert found[0].names == alone.names
     assert_same_gradients(found[0], alone)
     assert largest_difference([found[0].weights[k] for k in alone.weights], [*alone.weights.values()]) < 1e-5
     for name in ("grad_norm", "loss", "step_loss", "mismatch/max"):
