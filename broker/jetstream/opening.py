@@ -15,6 +15,7 @@ from broker.errors import NotConnectedError
 from broker.jetstream.link import Link
 from broker.jetstream.wire import WireClient, check_client
 from broker.settings import ConnectSettings, read_secret
+from broker.tls import tls_context
 
 
 @asynccontextmanager
@@ -110,22 +111,12 @@ def _auth_options(settings: ConnectSettings) -> _Auth:
         options["user_credentials"] = _existing(settings.creds_file)
     if settings.nkey_seed_file:
         options["nkeys_seed"] = _existing(settings.nkey_seed_file)
-    if settings.tls_ca_file or settings.tls_cert_file:
-        options["tls"] = _tls_context(settings)
+    context = tls_context(settings)
+    if context is not None:
+        options["tls"] = context
     if settings.tls_hostname:
         options["tls_hostname"] = settings.tls_hostname
     return options
-
-
-def _tls_context(settings: ConnectSettings) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=settings.tls_ca_file or None)
-        if settings.tls_cert_file:
-            context.load_cert_chain(settings.tls_cert_file, settings.tls_key_file or None)
-    except (OSError, ssl.SSLError) as error:
-        files = ", ".join(filter(None, (settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)))
-        raise NotConnectedError(f"TLS: can't use {files}: {error}") from error
-    return context
 
 
 def _existing(path: str) -> str:

@@ -20,10 +20,11 @@ import anyio
 import structlog
 from aio_pika.abc import AbstractConnection
 
-from broker.errors import NotAllowedError, NotConnectedError
+from broker.errors import BrokerError, NotAllowedError, NotConnectedError
 from broker.rabbitmq.beside import running_beside
 from broker.rabbitmq.channel import Channel, guarded
 from broker.settings import ConnectSettings, read_secret
+from broker.tls import tls_context
 
 log = structlog.get_logger("broker")
 # It logs every try to connect with a stack trace: what went wrong is told here, once.
@@ -32,6 +33,7 @@ logging.getLogger("aiormq.connection").setLevel(logging.CRITICAL)
 LOST: Final = (aiormq.exceptions.AMQPError, aiormq.exceptions.ChannelInvalidStateError, ConnectionError, OSError)
 """What a broken connection raises: whatever was under way may or may not have happened."""
 _OPEN_S: Final = 10.0
+_OF_NATS: Final = ("token_file", "creds_file", "nkey_seed_file", "tls_hostname")
 HEARTBEAT_S: Final = 5
 """A server or client that is silent for two of these is given up; what it held goes to others."""
 
@@ -57,7 +59,9 @@ class Link:
     def __init__(self, urls: list[str], settings: ConnectSettings) -> None:
         self.settings: Final = settings
         self.state: Final = ConnectionState()
+        _check_settings(settings)
         self._urls: Final = [_with_login(url, settings) for url in urls]
+        self._tls: Final = tls_context(settings)
         self._connection: AbstractConnection | None = None
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
@@ -140,6 +144,7 @@ class Link:
                         url,
                         timeout=3.0,
                         heartbeat=HEARTBEAT_S,
+                        ssl_context=self._tls,
                         client_properties={"connection_name": self.settings.name},
                     )
                 )
@@ -171,7 +176,7 @@ async def open_link(urls: list[str], settings: ConnectSettings) -> AsyncGenerato
     """A connection for as long as the context is open.
 
     Raises:
-        NotConnectedError, NotAllowedError.
+        NotConnectedError, NotAllowedError; BrokerError: settings that RabbitMQ can't follow.
     """
     link = Link(urls, settings)
     await link.connect()
@@ -182,6 +187,14 @@ async def open_link(urls: list[str], settings: ConnectSettings) -> AsyncGenerato
     finally:
         with anyio.CancelScope(shield=True):
             await link.close()
+
+
+def _check_settings(settings: ConnectSettings) -> None:
+    names = [name for name in _OF_NATS if getattr(settings, name)]
+    if names:
+        raise BrokerError(
+            f"expected user and password_file, or tls_cert_file, as the login to a RabbitMQ, found {', '.join(names)}"
+        )
 
 
 def without_secret(url: str) -> str:
