@@ -99,6 +99,10 @@ async def look_at_run(
         if url is not None:
             if target is None:
                 raise RunFolderError("--url needs the run's id beside it")
+            if url.startswith("amqp"):
+                raise RunFolderError(
+                    f"{target}: expected the folder of a run on RabbitMQ, where its payloads and last values are, found only its broker's URL"
+                )
             broker = await stack.enter_async_context(connect_to(Endpoints(run=target, broker_url=url), name=name))
             yield OpenedRun(broker=broker, is_running=await _somebody_works(broker) or not await _is_finished(broker))
             return

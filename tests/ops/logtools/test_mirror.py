@@ -72,6 +72,13 @@ async def test_a_run_on_another_broker_is_named_beside_it_or_in_the_patterns():
     assert (done.returncode, b"--run ID" in done.stderr) == (1, True)
 
 
+async def test_a_run_on_rabbitmq_is_named_by_its_folder():
+    command = [sys.executable, "-m", "ops", "bridge", "hr.r.>"]
+    command += ["--from", "amqp://127.0.0.1:1/", "--to", "amqp://127.0.0.1:1/"]
+    done = await anyio.run_process(command, check=False)
+    assert (done.returncode, b"r: expected the folder of a run on RabbitMQ" in done.stderr) == (1, True)
+
+
 @pytest.mark.resources
 async def test_the_command_copies_a_run_to_a_real_rabbitmq(tmp_path: Path):
     rabbit, nats = LocalRabbit(tmp_path / "rabbit"), EmbeddedServer(tmp_path / "nats")
