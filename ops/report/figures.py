@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ops.accounts import RunAccount
+from ops.run_account import RunAccount
 from ops.troubles import Trouble
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Final
 
-from ops.accounts import HarnessClasses
 from ops.logtools.plain import duration, moment
 from ops.report.charts import Series, bars, line_chart, short
 from ops.report.figures import ReportFigures, StepFigures
 from ops.report.style import STYLE
+from ops.run_account import HarnessClasses
 from ops.troubles import ADVICE
 from schemas.messages.rollout import EpisodeClass
 

@@ -17,7 +17,7 @@ import msgspec
 from broker.api import Broker
 from broker.jetstream import JetStreamBroker
 from ops import VERSION
-from ops.accounts import RunAccount, account
+from ops.accounts import account
 from ops.arena_access import LOCAL, arena_access, uses_arena
 from ops.config import RunConfig, fold_digest, run_streams, sampling_settings, staleness_bound
 from ops.nodes.asking import SECRETS_KEY, TRAINED_KEY, say_ended, say_over, state_bytes
@@ -25,6 +25,7 @@ from ops.nodes.roll import say_nodes
 from ops.nodes.service import NodeProcesses, known_node
 from ops.policy_folder import prepared_digest
 from ops.redaction import redacted
+from ops.run_account import RunAccount
 from ops.run_folder import RunFolder
 from ops.running.bridge import bridged
 from ops.running.disk import check_disk

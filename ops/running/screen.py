@@ -10,10 +10,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ops.accounts import RunAccount
 from ops.config import staleness_bound
 from ops.engines.plan import has_servers
 from ops.evaluations import GAUGE_PREFIX, Evaluation
+from ops.run_account import RunAccount
 from ops.running.progress import STALE_REPORT_S, Progress
 from ops.wiring import FROM_RUN_STAGES, STAGES
 from pipeline.metrics import WorkerReport

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ops.accounts import Account, AccountState, RunAccount
+from ops.accounts import Account
+from ops.run_account import AccountState, RunAccount
 from schemas.messages.rollout import EpisodeClass, EpisodeEnded, Trajectory
 from schemas.messages.sampling import GroupClosed, GroupIssued
 from schemas.messages.training import DroppedGroup, StepAssembled, StepTrained

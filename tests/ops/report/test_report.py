@@ -8,12 +8,13 @@ import msgspec
 import pytest
 from synthetic import SyntheticRun
 
-from ops.accounts import HarnessClasses, account
+from ops.accounts import account
 from ops.cli import main
 from ops.logtools.sources import LiveSource, open_source
 from ops.report.gather import gather
 from ops.report.hops import HopTimes
 from ops.report.page import page
+from ops.run_account import HarnessClasses
 from schemas.messages.rollout import EpisodeLaunched
 from schemas.messages.sampling import Control, ControlAction, EpisodeRequested
 
