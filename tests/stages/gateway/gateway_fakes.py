@@ -81,6 +81,8 @@ class ByteTokenizer:
 
 
 TOKENIZER = ByteTokenizer()
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
 
 
 @dataclass
@@ -258,6 +260,14 @@ async def served(home: House) -> AsyncIterator[str]:
             await up.wait()
         yield url[0]
         tasks.cancel_scope.cancel()
+
+
+async def ask(
+    home: House, token: str, body: dict[str, Any] = HELLO, path: str = CHAT, **headers: str
+) -> httpx.Response:
+    """One request without a server."""
+    async with home.http(token, **headers) as client:
+        return await client.post(path, json=body)
 
 
 CAPTURES = Path(__file__).parent / "captures"

@@ -3,13 +3,11 @@
 import anyio
 import httpx
 import pytest
-from gateway_fakes import FakeEngine, MemoryRecorder, house, served
+from gateway_fakes import HELLO, FakeEngine, MemoryRecorder, house, served
 
 from stages.clients.forwarding import HttpForwarder, forwarding_client
 from stages.gateway.http import GatewayApp
 from stages.ports import ForwardedAnswer
-
-HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 class Peers(HttpForwarder):

@@ -9,14 +9,13 @@ import anyio
 import httpx
 import msgspec
 import pytest
-from gateway_fakes import FakeEngine, house, served
+from gateway_fakes import HELLO, FakeEngine, house, served
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stages.gateway.settings import GatewayLimits
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
-HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.mark.parametrize("path", PATHS)
