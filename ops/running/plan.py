@@ -64,7 +64,7 @@ def trainer_process(
         argv = python("-m", "ops", "worker", "ranks", "--run-dir", str(folder.path))
     elif config.training.ranks > 1:
         argv = python(
-            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.training.ranks)),
+            *("-m", "ops.workers.torchrun", "--standalone", "--nproc-per-node", str(config.training.ranks)),
             *("--max-restarts", "0"),
             *worker,
         )
