@@ -56,11 +56,10 @@ async def record_run(
     """
     parsed = [parse_rule(rule) for rule in rules]
     settings = settings or RecorderSettings()
-    header = new_header(
-        broker.run, headrace_version=installed_version(), redactions=list(rules), weights=settings.weights
-    )
     await check_log(broker, Path(path))
-    writer = await anyio.to_thread.run_sync(lambda: RecordingWriter.open(Path(path), header, rotate_bytes=rotate_bytes))
+    writer = await anyio.to_thread.run_sync(
+        lambda: open_recording(path, broker.run, rules=rules, weights=settings.weights, rotate_bytes=rotate_bytes)
+    )
     try:
         first = writer.last_sequence + 1
         async with held(broker, f"recorder.{Path(path).name}", sequence=first, what=_what(path), own=False) as hold:
@@ -83,6 +82,19 @@ async def record_run(
     return recorder.figures
 
 
+def open_recording(
+    path: str | Path, run: str, *, rules: Sequence[str], weights: str, rotate_bytes: int = DEFAULT_ROTATE_BYTES
+) -> RecordingWriter:
+    """A run's recording: begun, or gone on with where one stands.
+
+    Raises:
+        RecordingError: the file is no recording, of another run, or of a newer version.
+        OSError: it can't be written.
+    """
+    header = new_header(run, headrace_version=_installed_version(), redactions=list(rules), weights=weights)
+    return RecordingWriter.open(Path(path), header, rotate_bytes=rotate_bytes)
+
+
 def _what(path: str | Path) -> str:
     return f"recorder of {Path(path).name} on {socket.gethostname()}"
 
@@ -92,8 +104,7 @@ async def _stop_when(stop: anyio.Event, recorder: Recorder) -> None:
     recorder.stop()
 
 
-def installed_version() -> str:
-    """The version of this package, as recordings name it."""
+def _installed_version() -> str:
     try:
         return metadata.version("headrace")
     except metadata.PackageNotFoundError:

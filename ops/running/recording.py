@@ -19,16 +19,8 @@ import structlog
 
 from broker.api import Broker
 from broker.errors import BrokerError
-from broker.recording import (
-    Recorder,
-    RecorderFigures,
-    RecorderSettings,
-    RecordingWriter,
-    check_log,
-    new_header,
-    parse_rule,
-)
-from ops.logtools.record import DEFAULT_ROTATE_BYTES, installed_version, record_run
+from broker.recording import Recorder, RecorderFigures, RecorderSettings, check_log, parse_rule
+from ops.logtools.record import DEFAULT_ROTATE_BYTES, open_recording, record_run
 from schemas.errors import SchemaError
 
 log = structlog.get_logger("headrace.run")
@@ -68,10 +60,7 @@ def check_recording(wanted: RunRecording | None, run: str) -> None:
         return
     for rule in wanted.rules:
         parse_rule(rule)
-    header = new_header(
-        run, headrace_version=installed_version(), redactions=list(wanted.rules), weights=wanted.weights
-    )
-    RecordingWriter.open(Path(wanted.path), header).close()
+    open_recording(wanted.path, run, rules=wanted.rules, weights=wanted.weights).close()
 
 
 @asynccontextmanager

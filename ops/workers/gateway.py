@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from typing import cast
 
 import anyio
 import structlog
@@ -22,6 +22,7 @@ from ops.session_calls import serve_sessions
 from ops.workers.context import WorkerContext
 from ops.workers.routed import Sampling, routed_engines
 from ops.workers.turns import turn_giver
+from pipeline.functions import load_function
 from pipeline.metrics import Metrics
 from schemas.config import EngineKind
 from schemas.config_arena import StreamRunner
@@ -216,11 +217,7 @@ async def open_engine(context: WorkerContext) -> AsyncGenerator[InferenceEngine]
 
 
 def _script(path: str) -> Script:
-    module_name, _, function_name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"engine.script: can't import {path!r}: {error}; expected package.module:function") from error
+    return cast("Script", load_function("engine.script", path))  # cast: a user's function
 
 
 async def _catch_up(context: WorkerContext, receiver: Receiver) -> int:

@@ -5,7 +5,6 @@ A rule is pure: the same group gives the same answer on every replay. Knows no s
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final
@@ -13,7 +12,7 @@ from typing import Final
 import msgspec
 
 from pipeline.errors import ContractError
-from schemas.errors import ConfigError
+from pipeline.functions import load_function
 from schemas.messages.rollout import LOCAL_UNCLAIMED, Row
 from stages.assembly import moments
 from stages.assembly.settings import AssemblySettings, usable_minimum
@@ -70,17 +69,7 @@ def load_filters(paths: Sequence[str]) -> tuple[UserFilter, ...]:
 
 
 def _load_filter(path: str) -> UserFilter:
-    module_name, _, function_name = path.partition(":")
-    try:
-        found: object = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"assembly.user_filters: expected 'package.module:function' that can be imported, found {path!r}: {error}"
-        ) from error
-    if not callable(found):
-        raise ConfigError(
-            f"assembly.user_filters: {path!r} is a {type(found).__name__}, expected a function of a GroupView"
-        )
+    found = load_function("assembly.user_filters", path, "a function of a GroupView")
 
     def user_filter(view: GroupView) -> str | None:
         reason = found(view)

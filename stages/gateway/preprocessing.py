@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Sequence
 
+from pipeline.functions import load_function
 from schemas.errors import ConfigError
 from stages.gateway.conversation import Call
 from stages.gateway.ports import Preprocessor
@@ -21,16 +21,9 @@ def load_preprocessors(paths: Sequence[str]) -> tuple[Preprocessor, ...]:
 
 
 def _load(path: str) -> Preprocessor:
-    module_name, _, function_name = path.partition(":")
-    try:
-        found: object = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"gateway.preprocessors: can't import {path!r}: {error}; expected package.module:function"
-        ) from error
-    if not callable(found) or inspect.iscoroutinefunction(found):
-        kind = "an async function" if callable(found) else f"a {type(found).__name__}"
-        raise ConfigError(f"gateway.preprocessors: {path!r} is {kind}, expected a plain function of a Call")
+    found = load_function("gateway.preprocessors", path, "a plain function of a Call")
+    if inspect.iscoroutinefunction(found):
+        raise ConfigError(f"gateway.preprocessors: {path!r} is an async function, expected a plain function of a Call")
     try:
         inspect.signature(found).bind(None)
     except TypeError as error:

@@ -5,15 +5,15 @@ transform(score, row[, threshold]) must be finite; without a transform a thresho
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
 from pipeline.errors import ContractError, RefusedError
+from pipeline.functions import load_function
 from schemas.config_arena import StreamConfig
 from schemas.errors import ConfigError
 
@@ -66,13 +66,7 @@ def training_reward(score: float, row: Mapping[str, object], reward: StreamRewar
 
 
 def _import_transform(path: str, stream: StreamConfig) -> Transform:
-    module_name, _, function_name = stream.reward_transform.partition(":")
-    try:
-        function: Any = getattr(importlib.import_module(module_name), function_name)  # Any: a user's function
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{path}: can't import {stream.reward_transform!r}: {error}") from error
-    if not callable(function):
-        raise ConfigError(f"{path}: {stream.reward_transform!r} is no function")
+    function = load_function(path, stream.reward_transform)
     takes = len(inspect.signature(function).parameters)
     # cast: a user's function; training_reward checks what it gives
     call = cast("Callable[..., float]", function)
