@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from ops.arena.config import CallFault, CallName, FaultPlan
-from stages.clients.arena.client import ModelEndpoint
+from stages.clients.arena.client import ArenaClient, ModelEndpoint
 from stages.clients.arena.errors import ArenaBusyError, ArenaConnectionError, ArenaNotFoundError, ArenaRefusedError
 from stages.clients.arena.registration import (
     RegistrationCounts,
@@ -23,6 +23,12 @@ NAME = session_model_name("headrace/run-1", arena_url="http://a", gateway_url="h
 
 async def never(_delay_s: float) -> None:
     await asyncio.Event().wait()
+
+
+@pytest.fixture
+async def client(start_arena, open_client) -> ArenaClient:
+    """A client of an Arena without faults."""
+    return await open_client(await start_arena())
 
 
 def _faults(*calls: CallFault) -> FaultPlan:
@@ -45,10 +51,7 @@ def test_names_have_their_prefix_and_sixteen_hex_digits_and_are_the_same_after_a
     assert episode_model_name("l", "s-1") != episode_model_name("l", "s-2")
 
 
-async def test_a_shared_registration_is_made_once_for_many_users_and_removed_at_the_end(
-    start_arena, open_client, endpoint
-) -> None:
-    client = await open_client(await start_arena())
+async def test_a_shared_registration_is_made_once_for_many_users_and_removed_at_the_end(client, endpoint) -> None:
     async with open_registrations(client, SETTINGS, sleep=never) as registrations:
         async with registrations.hold(NAME, endpoint, shared=True), registrations.hold(NAME, endpoint, shared=True):
             assert (await client.get_model(NAME))["metadata"] == {"deployment_id": "headrace/run-1"}
@@ -58,18 +61,14 @@ async def test_a_shared_registration_is_made_once_for_many_users_and_removed_at_
     assert registrations.names == []
 
 
-async def test_an_episodes_own_registration_ends_with_it(start_arena, open_client, endpoint) -> None:
-    client = await open_client(await start_arena())
+async def test_an_episodes_own_registration_ends_with_it(client, endpoint) -> None:
     async with open_registrations(client, SETTINGS, sleep=never) as registrations:
         async with registrations.hold(NAME, endpoint, shared=False):
             assert await client.get_model(NAME) is not None
         assert await client.get_model(NAME) is None
 
 
-async def test_a_collected_registration_in_use_is_restored_under_the_same_name(
-    start_arena, open_client, endpoint
-) -> None:
-    client = await open_client(await start_arena())
+async def test_a_collected_registration_in_use_is_restored_under_the_same_name(client, endpoint) -> None:
     async with open_registrations(client, SETTINGS, sleep=never) as registrations:
         async with registrations.hold(NAME, endpoint, shared=True):
             await client.delete_model(NAME)
@@ -80,10 +79,7 @@ async def test_a_collected_registration_in_use_is_restored_under_the_same_name(
         assert registrations.counts.registered == 2
 
 
-async def test_a_suspicion_restores_a_collected_registration_at_once_and_is_followed_once(
-    start_arena, open_client, endpoint
-) -> None:
-    client = await open_client(await start_arena())
+async def test_a_suspicion_restores_a_collected_registration_at_once_and_is_followed_once(client, endpoint) -> None:
     async with open_registrations(client, SETTINGS, sleep=never) as registrations:
         async with registrations.hold(NAME, endpoint, shared=True):
             await client.delete_model(NAME)
@@ -96,8 +92,7 @@ async def test_a_suspicion_restores_a_collected_registration_at_once_and_is_foll
         assert registrations.counts.restored == 1
 
 
-async def test_a_registration_nobody_uses_is_not_probed(start_arena, open_client, endpoint) -> None:
-    client = await open_client(await start_arena())
+async def test_a_registration_nobody_uses_is_not_probed(client, endpoint) -> None:
     async with open_registrations(client, SETTINGS, sleep=never) as registrations:
         async with registrations.hold(NAME, endpoint, shared=True):
             pass
@@ -106,8 +101,7 @@ async def test_a_registration_nobody_uses_is_not_probed(start_arena, open_client
         assert await client.get_model(NAME) is None
 
 
-async def test_probes_run_by_themselves_at_their_interval(start_arena, open_client, endpoint) -> None:
-    client = await open_client(await start_arena())
+async def test_probes_run_by_themselves_at_their_interval(client, endpoint) -> None:
     gate = asyncio.Queue[float]()
     passed = asyncio.Event()
 
@@ -203,8 +197,7 @@ async def test_clean_up_is_bounded_in_time(start_arena, open_client, endpoint) -
     assert registrations.counts.failed_cleanups == 1
 
 
-async def test_orphans_of_our_label_are_removed_and_others_left_alone(start_arena, open_client, endpoint) -> None:
-    client = await open_client(await start_arena())
+async def test_orphans_of_our_label_are_removed_and_others_left_alone(client, endpoint) -> None:
     theirs = episode_model_name("headrace/other", "s")
     await client.register_model(NAME, endpoint, deployment_id="headrace/run-1")
     await client.register_model(theirs, endpoint, deployment_id="headrace/other")
@@ -215,8 +208,7 @@ async def test_orphans_of_our_label_are_removed_and_others_left_alone(start_aren
     assert await client.get_model(theirs) is not None
 
 
-async def test_a_restarted_worker_takes_its_old_name_again(start_arena, open_client, endpoint) -> None:
-    client = await open_client(await start_arena())
+async def test_a_restarted_worker_takes_its_old_name_again(client, endpoint) -> None:
     await client.register_model(NAME, endpoint, deployment_id="headrace/run-1")
     moved = ModelEndpoint(
         endpoint_id="e2", upstream_model="policy", base_url="http://127.0.0.1:1/v1", api_key=Secret("k")
@@ -228,10 +220,7 @@ async def test_a_restarted_worker_takes_its_old_name_again(start_arena, open_cli
         assert (await client.get_model(NAME))["endpoints"][0]["endpoint_id"] == "e2"
 
 
-async def test_a_name_that_another_deployment_holds_is_refused_and_not_deleted(
-    start_arena, open_client, endpoint
-) -> None:
-    client = await open_client(await start_arena())
+async def test_a_name_that_another_deployment_holds_is_refused_and_not_deleted(client, endpoint) -> None:
     await client.register_model(NAME, endpoint, deployment_id="headrace/other")
     async with open_registrations(client, SETTINGS, sleep=never) as registrations:
         with pytest.raises(ArenaRefusedError, match="409"):
@@ -240,10 +229,7 @@ async def test_a_name_that_another_deployment_holds_is_refused_and_not_deleted(
     assert await client.get_model(NAME) is not None
 
 
-async def test_an_adopted_registration_is_kept_alive_and_removed_after_its_last_task(
-    start_arena, open_client, endpoint
-) -> None:
-    client = await open_client(await start_arena())
+async def test_an_adopted_registration_is_kept_alive_and_removed_after_its_last_task(client, endpoint) -> None:
     await client.register_model(NAME, endpoint, deployment_id="headrace/run-1")
     async with open_registrations(client, SETTINGS, sleep=never) as registrations:
         async with registrations.adopt(NAME, endpoint):
@@ -277,9 +263,8 @@ async def test_one_that_keeps_anothers_shared_registration_alive_removes_it_neit
 
 
 async def test_a_shared_registration_that_was_adopted_before_its_gateway_was_known_is_removed_by_its_owner(
-    start_arena, open_client, endpoint
+    client, endpoint
 ) -> None:
-    client = await open_client(await start_arena())
     await client.register_model(NAME, endpoint, deployment_id="headrace/run-1")
     async with open_registrations(client, SETTINGS, sleep=never) as registrations:
         async with registrations.adopt(NAME, None, shared=True), registrations.hold(NAME, endpoint, shared=True):
@@ -291,9 +276,8 @@ async def test_a_shared_registration_that_was_adopted_before_its_gateway_was_kno
 
 
 async def test_what_a_former_worker_of_this_name_left_is_removed_at_the_end_though_nobody_used_it_here(
-    start_arena, open_client, endpoint
+    client, endpoint
 ) -> None:
-    client = await open_client(await start_arena())
     await client.register_model(NAME, endpoint, deployment_id="headrace/run-1")
     async with open_registrations(client, SETTINGS, sleep=never) as registrations:
         registrations.inherit(NAME)
@@ -304,10 +288,7 @@ async def test_what_a_former_worker_of_this_name_left_is_removed_at_the_end_thou
     assert await client.get_model(NAME) is None
 
 
-async def test_a_name_that_was_taken_up_is_registered_again_for_its_first_user(
-    start_arena, open_client, endpoint
-) -> None:
-    client = await open_client(await start_arena())
+async def test_a_name_that_was_taken_up_is_registered_again_for_its_first_user(client, endpoint) -> None:
     async with open_registrations(client, SETTINGS, sleep=never) as registrations:
         registrations.inherit(NAME)
         async with registrations.hold(NAME, endpoint, shared=True):
