@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import socket
 
 import msgspec
 import pytest
@@ -15,15 +14,10 @@ from broker.embedded import EmbeddedSettings, embedded_server
 from broker.errors import BrokerError, NotConnectedError, TooFewServersError
 from broker.settings import ConnectSettings
 from broker.topology import RunLimits
+from ops.engines.server_process import free_port
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the test's certificates")
 LIMITS = RunLimits(replicas=3, log_max_bytes=2**26, payload_max_bytes=2**26, state_max_bytes=2**24)
-
-
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def settings(authority: Authority, name: str, host: str, **more) -> EmbeddedSettings:

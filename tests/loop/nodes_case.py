@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
@@ -15,8 +14,11 @@ from pathlib import Path
 import anyio
 import anyio.abc
 import psutil
+from alive import lives
+from waiting import wait_until
 
 from ops.connection import connect_to
+from ops.engines.server_process import free_port
 from ops.nodes.file import load_cluster
 from ops.run_folder import RunFolder
 from pipeline.log import RunLog
@@ -24,12 +26,6 @@ from schemas.topics import SESSION_OPENED, STEP_TRAINED
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "examples" / "smoke.toml"
-
-
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 class Nodes:
@@ -68,8 +64,7 @@ class Nodes:
         children = psutil.Process(self.processes[node].pid).children(recursive=True)
         self.kill(node)
         await self.processes[node].wait()
-        while any(_lives(child) for child in children):
-            await anyio.sleep(0.02)
+        await wait_until(lambda: not any(lives(child.pid) for child in children), f"the end of {node}'s processes")
 
     def workers(self, node: str, words: str) -> list[psutil.Process]:
         """A node's processes with these words in their command line."""
@@ -136,10 +131,3 @@ class Nodes:
         for process in self.processes.values():
             if process.returncode is None:
                 process.kill()
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -8,6 +8,7 @@ import shutil
 import anyio
 import psutil
 import pytest
+from alive import lives
 from certificates import Authority
 from nodes_case import Nodes
 from topologies import head, rollout_node, topology
@@ -46,7 +47,7 @@ async def test_the_run_goes_on_when_its_control_node_was_killed_twice_and_comes_
             await run.until_step(step)
             children = psutil.Process(run.processes["head"].pid).children(recursive=True)
             run.kill("head")
-            await wait_until(lambda: not any(_lives(child) for child in children))  # noqa: B023 - awaited at once
+            await wait_until(lambda: not any(lives(child.pid) for child in children))  # noqa: B023 - awaited at once
             await run.processes["head"].wait()
             assert psutil.pid_exists(waiting)
             await run.up("head")
@@ -61,10 +62,6 @@ async def test_the_run_goes_on_when_its_control_node_was_killed_twice_and_comes_
         assert await run.processes["rollout-1"].wait() == 0, run.said("rollout-1")
     assert (result["steps"], result["unexplained"], result["doubled"], result["dead_letters"]) == (60, 0, 0, 0)
     assert result["groups"]["trained"] == 240
-
-
-def _lives(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 async def test_a_node_that_died_is_told_by_its_name(nodes, wait_until) -> None:

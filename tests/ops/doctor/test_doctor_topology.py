@@ -15,6 +15,7 @@ from ops.cli import main
 from ops.doctor.certificates import handshake
 from ops.doctor.checks import Level
 from ops.doctor.cluster import look_at_cluster
+from ops.engines.server_process import free_port
 from ops.nodes.file import load_cluster
 from ops.secrets import make_secrets
 from schemas.errors import ConfigError
@@ -24,19 +25,13 @@ with_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="opens
 NODES = head() + rollout_node(1)
 
 
-def free_port(host: str = "127.0.0.2") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def topology(tmp_path: Path):
     """Write a topology in a folder of its own; its path."""
 
     def write(nodes: str = NODES, broker: str = "", settings: tuple[str, ...] = (), top: str = "") -> str:
         told = [f"run.dir={tmp_path / 'run'}", *settings]
-        port = "" if "port" in broker else f"port = {free_port()}"
+        port = "" if "port" in broker else f"port = {free_port('127.0.0.2')}"
         (tmp_path / "t.toml").write_text(
             f'config = "{EXAMPLES / "smoke.toml"}"\nset = {json.dumps(told)}\n{top}\n[broker]\n{port}\n{broker}\n{nodes}'
         )
@@ -88,10 +83,8 @@ async def test_ports_that_are_taken_or_wanted_twice_are_found(topology) -> None:
         look = await found(topology(broker=f"port = {port}"))
     assert look["port [broker] port of head"].level is Level.ERROR
     twice = NODES.replace("127.0.0.3", "127.0.0.2")
-    wanted = free_port()
-    nodes = (
-        twice.replace("gateways = 1", "gateways = 1") + '[[nodes]]\nname = "g2"\naddress = "127.0.0.2"\ngateways = 1\n'
-    )
+    wanted = free_port("127.0.0.2")
+    nodes = twice + '[[nodes]]\nname = "g2"\naddress = "127.0.0.2"\ngateways = 1\n'
     look = await found(topology(nodes, settings=(f"gateway.port={wanted}",)))
     assert look[f"port {wanted}"].found == (
         f"127.0.0.2:{wanted} is wanted by gateway.port of rollout-1 and gateway.port of g2"

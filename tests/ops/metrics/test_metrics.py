@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import sys
 import urllib.request
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import yaml
 
 from ops.config import decode_config
+from ops.engines.server_process import free_port
 from ops.metrics.definitions import DEFINITIONS, samples
 from ops.metrics.documents import DASHBOARD_PATH, MARKDOWN_PATH, dashboard, markdown
 from ops.metrics.serving import PLACES, STRIDE, Exporter, first_port, serve_metrics, start_endpoint
@@ -33,9 +33,8 @@ def values(*reports):
 
 
 @pytest.fixture
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+def port():
+    return free_port("127.0.0.1")
 
 
 def scraped(port):
@@ -70,15 +69,15 @@ def test_an_error_that_a_stage_tells_of_is_a_metric_without_its_text():
     assert not any("checksum" in part for key in found for part in key)
 
 
-def test_the_endpoint_serves_text_that_prometheus_reads(free_port):
+def test_the_endpoint_serves_text_that_prometheus_reads(port):
     parser = pytest.importorskip("prometheus_client.parser")
     exporter = Exporter()
     exporter.reports = [report(received=7, gauges={"version": 3.0}), report(stage="trainer", gauges={"reward": 0.5})]
-    stop = start_endpoint(exporter, "127.0.0.1", free_port)
+    stop = start_endpoint(exporter, "127.0.0.1", port)
     try:
-        text = scraped(free_port)
+        text = scraped(port)
         exporter.reports = [report(received=9)]
-        later = scraped(free_port)
+        later = scraped(port)
     finally:
         stop()
     read = {
@@ -93,17 +92,17 @@ def test_the_endpoint_serves_text_that_prometheus_reads(free_port):
     assert 'headrace_messages_received_total{run="r",stage="gateway",worker="h:1"} 9.0' in later
 
 
-def test_a_second_process_of_a_stage_takes_the_next_port(free_port):
+def test_a_second_process_of_a_stage_takes_the_next_port(port):
     pytest.importorskip("prometheus_client")
-    stops = [start_endpoint(Exporter(), "127.0.0.1", free_port) for _ in range(2)]
+    stops = [start_endpoint(Exporter(), "127.0.0.1", port) for _ in range(2)]
     try:
-        assert scraped(free_port + STRIDE) == scraped(free_port)
+        assert scraped(port + STRIDE) == scraped(port)
     finally:
         for stop in stops:
             stop()
 
 
-async def test_the_endpoint_ends_with_its_task(free_port):
+async def test_the_endpoint_ends_with_its_task(port):
     pytest.importorskip("prometheus_client")
     asked = anyio.Event()
 
@@ -112,12 +111,12 @@ async def test_the_endpoint_ends_with_its_task(free_port):
         return [report(stage="sampling", received=1)]
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(serve_metrics, MetricsSection(port=free_port), "sampling", reports)
+        tasks.start_soon(serve_metrics, MetricsSection(port=port), "sampling", reports)
         await asked.wait()
-        assert "headrace_messages_received_total" in await anyio.to_thread.run_sync(scraped, free_port)
+        assert "headrace_messages_received_total" in await anyio.to_thread.run_sync(scraped, port)
         tasks.cancel_scope.cancel()
     with pytest.raises(OSError, match="refused"):
-        scraped(free_port)
+        scraped(port)
 
 
 def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch):
