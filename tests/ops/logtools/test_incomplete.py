@@ -89,11 +89,21 @@ def test_why_of_a_damaged_recording(headrace, damaged):
     assert SEQUENCES in err
 
 
-def test_export_writes_what_can_be_read(headrace, damaged, recorded, tmp_path):
+@pytest.fixture
+def export(headrace, tmp_path):
+    """Exports a recording into a folder of its own: exit code, the JSON, stderr."""
     pytest.importorskip("pyarrow")
-    whole = json.loads(headrace("export", recorded, tmp_path / "whole", "--json")[1])
-    code, out, err = headrace("export", damaged, tmp_path / "tables", "--json")
-    found = json.loads(out)
+
+    def exported(recording):
+        code, out, err = headrace("export", recording, tmp_path / f"tables-of-{recording.stem}", "--json")
+        return code, json.loads(out), err
+
+    return exported
+
+
+def test_export_writes_what_can_be_read(export, damaged, recorded):
+    _, whole, _ = export(recorded)
+    code, found, err = export(damaged)
     assert code == 3
     assert 0 < found["interactions"] < whole["interactions"]
     assert SEQUENCES in found["damages"][0]
@@ -101,12 +111,10 @@ def test_export_writes_what_can_be_read(headrace, damaged, recorded, tmp_path):
     assert (whole["damages"], whole["gaps"], whole["problems"]) == ([], [], [])
 
 
-def test_a_manifest_that_can_not_be_read_leaves_the_other_tables(headrace, recorded, beginning_missing, tmp_path):
+def test_a_manifest_that_can_not_be_read_leaves_the_other_tables(export, recorded, beginning_missing):
     """That file holds no payloads at all."""
-    pytest.importorskip("pyarrow")
-    whole = json.loads(headrace("export", recorded, tmp_path / "whole", "--json")[1])
-    code, out, err = headrace("export", beginning_missing, tmp_path / "tables", "--json")
-    found = json.loads(out)
+    _, whole, _ = export(recorded)
+    code, found, err = export(beginning_missing)
     assert code == 3
     assert (found["steps"], found["rows"]) == (whole["steps"], 0)
     assert "step 1 has no rows, its manifest can't be read" in " ".join(found["problems"])
