@@ -130,6 +130,8 @@ class MemberWord(msgspec.Struct, frozen=True, kw_only=True, tag="member"):
     session: str = ""
     reason: str = ""
     """Why its ranks failed."""
+    for_good: bool = False
+    """Starting them again won't help."""
 
 
 Word = LeaderWord | MemberWord
@@ -189,13 +191,14 @@ class Coordinator:
         self._words: Final[dict[str, MemberWord]] = {}
         self._joined: Final[dict[str, str]] = {}
         """Node → incarnation of the launcher whose ranks are in the session."""
-        self._failures = 0
         self._failed_session = ""
         self._heard_out: set[str] = set()
         self._not_before_s = 0.0
         self.word: LeaderWord = LeaderWord(incarnation=incarnation, phase=GroupPhase.GATHERING, settings=settings)
-        self.failed_at_s: Final[list[float]] = []
-        """When sessions failed because ranks did."""
+        self.num_failed = 0
+        """Sessions that failed because ranks did."""
+        self.for_good = False
+        """A rank of the last one that failed said that starting it again won't help."""
 
     def hear(self, word: MemberWord) -> None:
         """A launcher spoke."""
@@ -238,17 +241,19 @@ class Coordinator:
         for member in self._group.members:
             node, word = member.node, self._words[member.node]
             if self._silence.is_silent(node):
-                self._fail(f"node {node} is silent: it died, or can't reach the broker", now_s, ranks=False)
+                self._fail(f"node {node} is silent: it died, or can't reach the broker", now_s)
                 return
             if self._joined.setdefault(node, word.incarnation) != word.incarnation:
-                self._fail(f"node {node} was started anew: its former ranks are gone", now_s, ranks=False)
+                self._fail(f"node {node} was started anew: its former ranks are gone", now_s)
                 return
             if word.phase in (MemberPhase.LEAVING, MemberPhase.LEFT):
                 self._say(GroupPhase.ENDING, session=session, reason=f"node {node} leaves")
                 return
             if word.session == session and word.phase is MemberPhase.FAILED:
                 self._failed_session, self._heard_out = session, {node}
-                self._fail(f"node {node}: {word.reason}", now_s, ranks=True)
+                self.num_failed += 1
+                self.for_good = word.for_good
+                self._fail(f"node {node}: {word.reason}", now_s)
                 return
             finished += word.session == session and word.phase is MemberPhase.FINISHED
         if finished == len(self._group.members):
@@ -263,17 +268,15 @@ class Coordinator:
                 and node not in self._heard_out
             ):
                 self._heard_out.add(node)
+                self.for_good = self.for_good or word.for_good
                 self._say(GroupPhase.GATHERING, reason=f"{self.word.reason}\nnode {node}: {word.reason}")
 
     def _has_stopped(self, node: str) -> bool:
         running = (MemberPhase.RUNNING, MemberPhase.LEAVING)
         return self._silence.is_silent(node) or self._words[node].phase not in running
 
-    def _fail(self, reason: str, now_s: float, *, ranks: bool) -> None:
-        if ranks:
-            self._failures += 1
-            self.failed_at_s.append(now_s)
-        self._not_before_s = now_s + min(_MOST_DELAY_S, _FIRST_DELAY_S * 2 ** min(self._failures, 16))
+    def _fail(self, reason: str, now_s: float) -> None:
+        self._not_before_s = now_s + min(_MOST_DELAY_S, _FIRST_DELAY_S * 2 ** min(self.num_failed, 16))
         self._say(GroupPhase.GATHERING, reason=reason)
 
     def _say(self, phase: GroupPhase, *, session: str = "", port: int = 0, reason: str = "") -> None:

@@ -42,6 +42,14 @@ class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_delay_s: float = 10.0
 
 
+def changed_at(progress_file: str) -> int:
+    """When a file of `ProcessSpec.progress_file` changed, in ns; 0: there is none."""
+    try:
+        return Path(progress_file).stat().st_mtime_ns if progress_file else 0
+    except OSError:
+        return 0
+
+
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What to start."""
 
@@ -67,6 +75,11 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class ProcessGivenUpError(Exception):
     """A process ended too often, or never became ready. The text has its last lines."""
+
+    def __init__(self, text: str, *, for_good: bool = False) -> None:
+        super().__init__(text)
+        self.for_good: Final = for_good
+        """It said itself that starting it again won't help."""
 
 
 class SupervisedProcess:
@@ -113,7 +126,7 @@ class SupervisedProcess:
                 return
             deaths.append(self._now())
             if code == EXIT_GIVEN_UP:
-                raise ProcessGivenUpError(self._obituary(code, 1))
+                raise ProcessGivenUpError(self._obituary(code, 1), for_good=True)
             policy = self.spec.restart
             while deaths and deaths[0] < self._now() - policy.window_s:
                 deaths.popleft()
@@ -225,10 +238,7 @@ class SupervisedProcess:
 
     def _progress(self) -> int:
         """What changes with each sign of progress."""
-        try:
-            return Path(self.spec.progress_file).stat().st_mtime_ns if self.spec.progress_file else 0
-        except OSError:
-            return 0
+        return changed_at(self.spec.progress_file)
 
     def _was_fruitful(self, started_s: float, stood: int) -> bool:
         """Whether the process that has just ended did anything: then what ended it is no error of every start."""

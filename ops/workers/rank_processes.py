@@ -29,6 +29,8 @@ class RankProcesses:
         self._processes: Final = [SupervisedProcess(spec) for spec in specs]
         self._told = False
         self.reason = ""
+        self.for_good = False
+        """Starting them again won't help."""
 
     async def run(self) -> RanksEnd:
         """Start them and wait until none is left."""
@@ -59,4 +61,5 @@ class RankProcesses:
         except ProcessGivenUpError as error:
             if not self._told:
                 self.reason = str(error)
+                self.for_good = error.for_good
                 self.kill()

@@ -11,6 +11,7 @@ import os
 import socket
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,7 @@ from broker.api import Broker
 from broker.errors import BrokerError
 from ops.config import RunConfig
 from ops.engines.server_process import free_port
+from ops.nodes.rank_failures import RankFailures
 from ops.nodes.ranks import (
     BEAT_S,
     GROUP_ENV,
@@ -44,7 +46,7 @@ from ops.nodes.ranks import (
     words_subject,
 )
 from ops.run_folder import RunFolder
-from ops.supervise.process import ProcessSpec, RestartPolicy, python
+from ops.supervise.process import ProcessSpec, RestartPolicy, changed_at, python
 from ops.workers.checkpoint_place import checkpoint_folder, meet_in
 from ops.workers.context import WorkerContext
 from ops.workers.rank_processes import RankProcesses, RanksEnd
@@ -55,7 +57,6 @@ from schemas.payload import digest
 log = structlog.get_logger("headrace.ranks")
 
 ERROR_LABEL: Final = "ranks_error"
-_WINDOW_S: Final = 120.0
 _LEAST_FAILURES: Final = 8
 _STOP_S: Final = 5.0
 _PHASES: Final = {
@@ -87,7 +88,9 @@ async def run_ranks(context: WorkerContext) -> None:
         specs,
         checkpoint_folder(config, context.folder),
         silent_beats=math.ceil(config.training.node_silent_s / BEAT_S),
-        most_failures=max(_LEAST_FAILURES, config.run.max_restarts),
+        failures=RankFailures(
+            max(_LEAST_FAILURES, config.run.max_restarts), partial(changed_at, _progress(context.folder))
+        ),
         settings=training_digest(config),
     )
     context.on_drain(launcher.drain)
@@ -106,14 +109,14 @@ class RankLauncher:
         checkpoints: Path,
         *,
         silent_beats: int,
-        most_failures: int,
+        failures: RankFailures,
         settings: str,
     ) -> None:
         """Args:
         specs: this node's ranks of a session.
         checkpoints: where all ranks write them.
         silent_beats: so many beats without a word, and a node is given up.
-        most_failures: of ranks within two minutes; after more the leading node gives up.
+        failures: of ranks; after too many the leading node gives up.
         settings: digest of what must be the same on all nodes.
         """
         self._broker: Final = broker
@@ -134,12 +137,13 @@ class RankLauncher:
             if group.leads
             else None
         )
-        self._most_failures: Final = most_failures
+        self._failures: Final = failures
+        self._num_failed = 0
         self._settings: Final = settings
         self._meeting: Final[list[anyio.CancelScope]] = []
         self._leader: LeaderWord | None = None
         self._ranks: RankProcesses | None = None
-        self._phase, self._session, self._reason = MemberPhase.IDLE, "", ""
+        self._phase, self._session, self._reason, self._for_good = MemberPhase.IDLE, "", "", False
         self._leaving = False
         self._stopping = False
         self._beat = 0
@@ -183,12 +187,8 @@ class RankLauncher:
         silent = self._silence.is_silent(self._group.leader)
         order = obey(self._leader, self._phase, self._session, silent=silent)
         if order is Order.START and self._leader is not None:
-            self._phase, self._session, self._reason, self._stopping = (
-                MemberPhase.RUNNING,
-                self._leader.session,
-                "",
-                False,
-            )
+            self._phase, self._session, self._reason = MemberPhase.RUNNING, self._leader.session, ""
+            self._for_good = self._stopping = False
             tasks.start_soon(self._run_session, self._leader)
             await self._speak()
         elif order is Order.KILL:
@@ -233,7 +233,7 @@ class RankLauncher:
             self._phase, self._reason = MemberPhase.FAILED, str(error)
         else:
             end = await ranks.run()
-            self._phase, self._reason = _PHASES[end], ranks.reason
+            self._phase, self._reason, self._for_good = _PHASES[end], ranks.reason, ranks.for_good
         if self._phase is MemberPhase.FAILED:
             log.error("the ranks of this node have failed", session=word.session, reason=self._reason)
         if self._phase is MemberPhase.IDLE:
@@ -253,11 +253,14 @@ class RankLauncher:
         if word.phase is GroupPhase.GATHERING:
             log.warning("the trainer's group has ended and gathers again", reason=word.reason)
         await self._announce(word)
-        since_s = anyio.current_time() - _WINDOW_S
-        if sum(failed_s > since_s for failed_s in coordinator.failed_at_s) > self._most_failures:
-            raise RanksGivenUpError(
-                f"the trainer's ranks failed {self._most_failures + 1} times within {_WINDOW_S:g} s. {word.reason}"
-            )
+        if word.phase is GroupPhase.RUNNING:
+            self._failures.begun()
+        now_s = anyio.current_time()
+        if coordinator.num_failed > self._num_failed:
+            self._num_failed = coordinator.num_failed
+            self._failures.failed(now_s)
+        if word.phase is GroupPhase.GATHERING and (why := self._failures.verdict(now_s, for_good=coordinator.for_good)):
+            raise RanksGivenUpError(f"{why}. {word.reason}")
 
     def _new_session(self) -> tuple[str, int]:
         return uuid.uuid4().hex, self._group.port or free_port(self._group.address)
@@ -317,6 +320,7 @@ class RankLauncher:
                 phase=MemberPhase.LEAVING if leaves else self._phase,
                 session=self._session,
                 reason=self._reason,
+                for_good=self._for_good,
             )
         )
 
@@ -340,12 +344,18 @@ async def rank_specs(folder: RunFolder, group: RankGroup, word: LeaderWord) -> l
             argv=python("-m", "ops", "worker", "trainer", "--run-dir", str(folder.path)),
             env={name: text for name, text in environment.items() if not _is_chosen(name)},
             log_file=str(folder.logs / f"trainer-rank-{environment['RANK']}.log"),
+            progress_file=_progress(folder) if environment["RANK"] == "0" else "",
             finishes=True,
             stop_deadline_s=_STOP_S,
             restart=RestartPolicy(max_restarts=0),
         )
         for environment in rank_environments(group, word, interface)
     ]
+
+
+def _progress(folder: RunFolder) -> str:
+    """Where rank 0 leaves its signs of progress."""
+    return str(folder.progress / "trainer")
 
 
 def training_digest(config: RunConfig) -> str:

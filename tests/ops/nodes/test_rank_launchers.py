@@ -15,6 +15,7 @@ import pytest
 from alive import lives
 
 from broker.memory import MemoryBroker, MemoryServer
+from ops.nodes.rank_failures import RankFailures
 from ops.nodes.ranks import (
     LeaderWord,
     MemberWord,
@@ -38,7 +39,8 @@ name = f"{os.environ['HEADRACE_TRAINER_SESSION']}.{os.environ['RANK']}"
 (place / f".{name}").write_text(str(os.getpid()))
 (place / f".{name}").rename(place / name)
 if (place / "broken").exists():
-    sys.exit("the model has no such layer")
+    print("the model has no such layer", file=sys.stderr)
+    sys.exit(int((place / "broken").read_text() or 1))
 while not (place / "done").exists():
     time.sleep(0.01)
 """
@@ -106,7 +108,7 @@ class Rig:
             specs,
             self.folder / "shared",
             silent_beats=2,
-            most_failures=most_failures,
+            failures=RankFailures(most_failures, lambda: 0),
             settings=settings,
         )
 
@@ -231,6 +233,17 @@ async def test_ranks_that_fail_again_and_again_are_given_up_with_their_last_line
     with pytest.RaisesGroup(pytest.RaisesExc(RanksGivenUpError, match=said), flatten_subgroups=True):
         async with running(rig.launcher("a", most_failures=1), rig.launcher("b")):
             await anyio.sleep_forever()
+
+
+async def test_a_rank_that_can_never_run_is_not_started_again(rig) -> None:
+    (rig.folder / "broken").write_text("78")
+    said = (
+        r"the trainer's ranks can't run as they are set\. node [ab]: rank \d ended \(exit code 78\).*\n.*no such layer"
+    )
+    with pytest.RaisesGroup(pytest.RaisesExc(RanksGivenUpError, match=said), flatten_subgroups=True):
+        async with running(rig.launcher("a"), rig.launcher("b")):
+            await anyio.sleep_forever()
+    assert len(rig.sessions()) == 1
 
 
 async def test_a_node_with_other_settings_trains_nothing_and_says_so(rig, wait_until) -> None:
