@@ -9,6 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
@@ -23,7 +24,7 @@ import waiting
 hypothesis.settings.register_profile("headrace", deadline=None)
 hypothesis.settings.load_profile("headrace")
 
-WaitUntil = Callable[..., Awaitable[None]]
+WaitUntil = Callable[..., Awaitable[Any]]
 
 
 @pytest.fixture

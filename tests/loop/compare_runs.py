@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import anyio
 import msgspec
 import numpy as np
+from waiting import wait_until
 
 from broker.api import Broker
 from broker.connect import connect
@@ -142,12 +142,14 @@ async def manifests_of(folder: Path, run: str) -> list[Manifest]:
 
 async def until_trained(folder: Path, step: int) -> None:
     """Return when a run that goes on has trained this step."""
-    while True:
+
+    def read() -> Endpoints | None:
         try:
-            endpoints = RunFolder(folder).read_endpoints()
-            break
+            return RunFolder(folder).read_endpoints()
         except RunFolderError:
-            await anyio.sleep(0.02)
+            return None
+
+    endpoints = await wait_until(read, f"the endpoints in {folder}", deadline_s=120, every_s=0.02)
     async with connect_to(endpoints, name="test") as broker, RunLog(broker).read([STEP_TRAINED]) as entries:
         async for entry in entries:
             if entry.message.step >= step:

@@ -14,6 +14,7 @@ import anyio.abc
 import anyio.lowlevel
 import psutil
 import pytest
+from waiting import wait_until
 
 from broker.api import Broker
 from ops.connection import connect_to
@@ -74,12 +75,15 @@ class RunProcess:
 
     async def wait_for_endpoints(self) -> Endpoints:
         """Where its broker is, once it says so."""
-        while True:
+
+        def endpoints() -> Endpoints | None:
             try:
                 return self.folder.read_endpoints()
             except RunFolderError:
                 assert self.process.returncode is None, self.stderr.decode()
-                await anyio.sleep(0.02)
+                return None
+
+        return await wait_until(endpoints, "the run's endpoints", deadline_s=120, every_s=0.02)
 
     async def wait_for_step(self, step: int, *, deadline_s: float = 90.0) -> None:
         """Return when a step was trained."""

@@ -78,15 +78,21 @@ class Nodes:
     async def until_ready(self, *nodes: str) -> None:
         for node in nodes:
             folder = RunFolder(load_cluster(self.file).run_dir(node))
-            while not folder.is_ready(self.processes[node].pid):
+
+            def is_ready(node: str = node, folder: RunFolder = folder) -> bool:
                 assert self.processes[node].returncode is None, self.said(node)
-                await anyio.sleep(0.05)
+                return folder.is_ready(self.processes[node].pid)
+
+            await wait_until(is_ready, f"{node} to be ready", deadline_s=200, every_s=0.05)
 
     async def until_keys(self) -> None:
         """Until the control node has made the keys that the others get a copy of."""
-        while not (self.folder / f"{self.run}.secrets.json").exists():
+
+        def are_there() -> bool:
             assert self.processes["head"].returncode is None, self.said("head")
-            await anyio.sleep(0.05)
+            return (self.folder / f"{self.run}.secrets.json").exists()
+
+        await wait_until(are_there, "the run's keys", deadline_s=200, every_s=0.05)
 
     def said(self, node: str) -> str:
         return (self.folder / f"{self.run}.{node}.log").read_text()[-4000:]

@@ -18,6 +18,7 @@ import pytest
 from nodes_case import Nodes
 from seeing import WITHIN_S, Alerts, Watched, watched
 from topologies import ROLLS_OUT, head, rollout_node, topology
+from waiting import wait_until
 
 from broker.errors import StoreFullError
 from ops.control import ask
@@ -99,9 +100,12 @@ async def test_an_engine_server_that_answers_no_more(headrace, with_servers, tel
     ):
         where = ("--name", "extra", "--run", str(run.folder.path))
         await headrace_command("engine", "register", f"http://127.0.0.1:{port}", *where)
-        with anyio.fail_after(60):
-            while "extra" not in seen.model.engines or seen.model.engines["extra"].state.value != "serving":
-                await anyio.sleep(0.1)
+        engines = seen.model.engines
+        await wait_until(
+            lambda: "extra" in engines and engines["extra"].state.value == "serving",
+            "the engine to serve",
+            deadline_s=60,
+        )
         server.suspend()
         found = await seen.until_named("engine quarantined", "extra", "HeadraceEngineQuarantined")
         tell("engine's server stopped", found)
@@ -242,13 +246,10 @@ async def second_trainer(run) -> AsyncGenerator[None]:
     """Somebody starts a trainer beside the run's: the one that had the lease stops. Started again it takes the lease back."""
     with (run.folder.logs / "second.log").open("wb") as log:
         process = worker(run, "trainer", log)
-    with anyio.fail_after(60):  # the fault begins when it takes the lease
-        while b"lease taken" not in (run.folder.logs / "second.log").read_bytes():
-            await anyio.sleep(0.1)
+    log_file = run.folder.logs / "second.log"  # the fault begins when it takes the lease
+    await wait_until(lambda: b"lease taken" in log_file.read_bytes(), "lease taken", deadline_s=60)
     yield
-    with anyio.fail_after(60):
-        while process.poll() is None:
-            await anyio.sleep(0.1)
+    await wait_until(lambda: process.poll() is not None, "the end of the second trainer", deadline_s=60)
 
 
 def worker(run, stage: str, log) -> subprocess.Popen:
@@ -289,9 +290,9 @@ async def the_broker_is_told_to_be_away(run, seen: Watched) -> None:
     """The log can't be read: the alert and top name it, status says so."""
     victim = run.children()["nats"]
     victim.suspend()
-    with anyio.fail_after(WITHIN_S):
-        while "HeadraceBrokerAway" not in seen.alerts.fires or not seen.model.problem:
-            await anyio.sleep(0.2)
+    await wait_until(
+        lambda: "HeadraceBrokerAway" in seen.alerts.fires and seen.model.problem, "the broker away", deadline_s=WITHIN_S
+    )
     said = await headrace_command("status", str(run.folder.path), code=1)
     assert "did not answer" in said
     victim.resume()

@@ -11,7 +11,9 @@ import anyio
 import httpx
 import msgspec
 import numpy as np
+from waiting import wait_until
 
+from ops.run_folder import RunFolderError
 from ops.secrets import run_secrets
 from pipeline.log import RunLog, RunPayloads
 from schemas.messages.rollout import EpisodeEnded, InteractionRecorded, InteractionTokens, RowTokens, Trajectory
@@ -119,17 +121,17 @@ async def test_a_services_sessions_are_trained_on_though_the_gateway_is_killed_a
 
 
 async def _gateway_url(run) -> str:
-    with anyio.fail_after(60):
-        while True:
-            try:
-                url = f"http://127.0.0.1:{run.folder.read_endpoints().gateway_port}"
-                async with httpx.AsyncClient(base_url=url, timeout=5) as http:
-                    await http.get("/health")
-            except Exception:  # noqa: BLE001 - it is not up yet
-                assert run.process.returncode is None, run.stderr.decode()
-                await anyio.sleep(0.05)
-            else:
-                return url
+    async def served() -> str:
+        assert run.process.returncode is None, run.stderr.decode()
+        try:
+            url = f"http://127.0.0.1:{run.folder.read_endpoints().gateway_port}"
+            async with httpx.AsyncClient(base_url=url, timeout=5) as http:
+                await http.get("/health")
+        except (RunFolderError, httpx.TransportError):  # it is not up yet
+            return ""
+        return url
+
+    return await wait_until(served, "the gateway", deadline_s=60, every_s=0.05)
 
 
 async def _log(run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import psutil
 import pytest
+from waiting import wait_until
 
 from ops.status import run_status
 from ops.wiring import STAGES
@@ -49,9 +50,11 @@ async def test_each_process_that_is_stopped_is_named_within_30_seconds_and_makes
         for kind, named in NAMED.items():
             before, victim = memory(run), run.children()[kind]
             victim.suspend()
-            with anyio.fail_after(30):
-                while not (found := {verdict.stage for verdict in await stuck_stages(run)} & named):
-                    await anyio.sleep(0.1)
+
+            async def stuck(named=named) -> set[str]:
+                return {verdict.stage for verdict in await stuck_stages(run)} & named
+
+            found = await wait_until(stuck, f"{named} to be stuck", every_s=0.1)
             verdict = next(verdict for verdict in await stuck_stages(run) if verdict.stage in found)
             assert verdict.waits_for
             await anyio.sleep(10)  # time for whatever does grow
@@ -68,14 +71,10 @@ async def test_each_process_that_is_stopped_is_named_within_30_seconds_and_makes
             async def nothing_is_stuck() -> bool:
                 return not await stuck_stages(run)
 
-            with anyio.fail_after(30):
-                while not await nothing_is_stuck():
-                    await anyio.sleep(0.1)
+            await wait_until(nothing_is_stuck, every_s=0.1)
         victim = run.children()["nats"]
         victim.suspend()
-        with anyio.fail_after(30):
-            while b"stage=broker" not in run.stderr and b'"stage": "broker"' not in run.stderr:
-                await anyio.sleep(0.1)
+        await wait_until(lambda: b"stage=broker" in run.stderr or b'"stage": "broker"' in run.stderr, "stage=broker")
         victim.resume()
         await run.wait_for_step(step + 3)
         run.interrupt()

@@ -7,6 +7,7 @@ import signal
 import anyio
 import pytest
 from topologies import ROLLS_OUT, head, node_table, topology
+from waiting import wait_until
 
 from pipeline.log import RunLog
 from schemas.topics import STEP_TRAINED
@@ -25,8 +26,7 @@ GPU_1, GPU_2 = (node_table(f"gpu-{number}", f"127.0.0.{number + 2}", "trainer = 
 async def until_said(run, words: str) -> None:
     """Until the leading node's launcher logs these words."""
     log = run.folder / run.run / "gpu-1" / "logs" / "trainer.log"
-    while not log.exists() or words not in log.read_text():
-        await anyio.sleep(0.1)
+    await wait_until(lambda: log.exists() and words in log.read_text(), words, deadline_s=200, every_s=0.1)
 
 
 async def test_ranks_of_two_nodes_go_on_together_after_a_rank_a_node_and_the_leading_node_died(

@@ -16,6 +16,7 @@ import anyio
 import anyio.abc
 import psutil
 import pytest
+from waiting import wait_until
 
 from broker.api import Broker
 from broker.connect import connect
@@ -155,7 +156,8 @@ async def at_work(name: str, folder: str, server: EmbeddedServer) -> AsyncGenera
 async def _seen(name: str, process: anyio.abc.Process, broker: Broker, folder: str, server: EmbeddedServer) -> None:
     """Return when the command's work has begun."""
 
-    async def done() -> bool:
+    async def has_begun() -> bool:
+        assert process.returncode is None, (await _end(process))[1]
         match name:
             case "record":
                 path = anyio.Path(folder, "a.hrrec")
@@ -173,9 +175,7 @@ async def _seen(name: str, process: anyio.abc.Process, broker: Broker, folder: s
         elif name == "worker":
             await _report_of(process, broker)
         else:
-            while not await done():
-                assert process.returncode is None, (await _end(process))[1]
-                await anyio.sleep(0.05)
+            await wait_until(has_begun, name, deadline_s=60, every_s=0.05)
 
 
 async def _report_of(process: anyio.abc.Process, broker: Broker) -> None:

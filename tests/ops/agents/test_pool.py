@@ -10,15 +10,18 @@ import anyio
 import psutil
 import pytest
 from alive import lives
+from waiting import wait_until
 
 from ops.agents.process import reward_of
 from schemas.errors import ConfigError
 
 
 async def _gone(pid: int) -> None:
-    with anyio.fail_after(20):
-        while lives(pid):
-            await anyio.sleep(0.02)
+    await wait_until(lambda: not lives(pid), f"the end of process {pid}")
+
+
+async def _written(file: Path) -> str:
+    return await wait_until(lambda: file.exists() and file.read_text(), str(file))
 
 
 async def test_an_agent_gets_its_task_and_further_arguments_and_gives_a_number(open_agent, play) -> None:
@@ -109,9 +112,7 @@ async def test_what_an_agent_started_ends_with_its_pool(open_agent, play, tmp_pa
     file = tmp_path / "pid"
     async with open_agent() as pool, anyio.create_task_group() as tasks:
         tasks.start_soon(play, pool, {"do": "spawn", "file": str(file)})
-        with anyio.fail_after(30):
-            while not (file.exists() and file.read_text()):
-                await anyio.sleep(0.02)
+        await _written(file)
         tasks.cancel_scope.cancel()
     await _gone(int(file.read_text()))
 
@@ -129,9 +130,7 @@ async def test_nothing_survives_a_killed_parent(tmp_path) -> None:
     )
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     with subprocess.Popen([sys.executable, "-c", code, str(file)], env={**os.environ, "PYTHONPATH": path}) as parent:  # noqa: ASYNC220 - a process to kill
-        with anyio.fail_after(30):
-            while not (file.exists() and file.read_text()):
-                await anyio.sleep(0.02)
+        await _written(file)
         children = psutil.Process(parent.pid).children(recursive=True)
         parent.kill()
         for child in children:

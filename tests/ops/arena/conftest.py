@@ -10,6 +10,7 @@ import aiohttp
 import psutil
 import pytest
 from aiohttp import web
+from waiting import wait_until
 
 from ops.arena.config import load_config
 from ops.arena.server import ArenaSecrets, serve
@@ -69,12 +70,11 @@ class Arena:
         return answer["task_id"]
 
     async def finished(self, task_id: str) -> dict:
-        async with asyncio.timeout(120):
-            while True:
-                _, result = await self.call("GET", f"/tasks/{task_id}/result")
-                if result["status"] not in ("PENDING", "AGENT_RUNNING"):
-                    return result
-                await asyncio.sleep(0.02)
+        async def result() -> dict | None:
+            _, found = await self.call("GET", f"/tasks/{task_id}/result")
+            return None if found["status"] in ("PENDING", "AGENT_RUNNING") else found
+
+        return await wait_until(result, task_id, deadline_s=120, every_s=0.02)
 
     async def played(self, **changes) -> dict:
         return await self.finished(await self.launch(**changes))

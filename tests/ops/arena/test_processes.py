@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from alive import lives
+from waiting import wait_until
 
 from ops.arena.config import ArenaServerConfig, HarnessKind, HarnessSpec, StreamSpec
 from ops.arena.episodes import EpisodeRunner
@@ -35,15 +37,11 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 async def _all_gone(processes: list[psutil.Process]) -> None:
-    async with asyncio.timeout(10):
-        while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
-            await asyncio.sleep(0.02)
+    await wait_until(lambda: not any(lives(one.pid) for one in processes), "the end of what the Arena started")
 
 
 async def _started(marker: Path) -> None:
-    async with asyncio.timeout(20):
-        while not marker.exists():  # noqa: ASYNC240 - a stat of a local file
-            await asyncio.sleep(0.02)
+    await wait_until(marker.exists, str(marker))
 
 
 async def test_a_command_gets_the_task_and_the_endpoint_and_its_output_is_scored(start_arena) -> None:
@@ -128,11 +126,12 @@ async def test_nothing_survives_an_arena_however_it_ends(start_process, tmp_path
     arena = await start_process(_command(script))
     await arena.launch()
     await _started(marker)
-    async with asyncio.timeout(20):
-        family = _descendants(arena.process.pid)
-        while sum(p.name() == "sleep" for p in family) < 2:
-            await asyncio.sleep(0.02)
-            family = _descendants(arena.process.pid)
+
+    def both_sleep() -> list[psutil.Process]:
+        found = _descendants(arena.process.pid)
+        return found if sum(one.name() == "sleep" for one in found) >= 2 else []
+
+    family = await wait_until(both_sleep)
     arena.process.send_signal(how)
     async with asyncio.timeout(10):
         code = await arena.process.wait()

@@ -13,6 +13,7 @@ import anyio
 import anyio.abc
 import numpy as np
 import pytest
+from waiting import wait_until
 
 from ops.engines.server_process import free_port
 from schemas.config import EngineKind
@@ -44,13 +45,15 @@ async def fake_server(kind: EngineKind, version: int, *, tokens: int = -1) -> As
     process = await anyio.open_process([*command, "--tokens", str(tokens), "--parent", str(os.getpid())])
     url = f"http://127.0.0.1:{port}"
     try:
-        with anyio.fail_after(60):
-            while True:
-                try:
-                    await put_in(kind, url, version)
-                    break
-                except aiohttp.ClientError:
-                    await anyio.sleep(0.05)
+
+        async def is_up() -> bool:
+            try:
+                await put_in(kind, url, version)
+            except aiohttp.ClientError:
+                return False
+            return True
+
+        await wait_until(is_up, url, deadline_s=60)
         yield Started(process, url)
     finally:
         if process.returncode is None:

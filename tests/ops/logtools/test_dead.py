@@ -2,6 +2,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
+from waiting import wait_until
 
 from broker.memory import MemoryBroker, MemoryServer
 from ops.logtools.dead import LetterState, NoSuchLetterError, content, drop, find_letter, letters, retry
@@ -44,16 +45,9 @@ async def scene():
         runner.drain()
 
 
-async def until(test):
-    with anyio.fail_after(10):
-        while not (found := await test()):
-            await anyio.sleep(0.005)
-    return found
-
-
 async def given_up(broker, message=None):
     await RunLog(broker).publish(message or issued())
-    return (await until(lambda: letters(LiveSource(broker))))[0]
+    return (await wait_until(lambda: letters(LiveSource(broker))))[0]
 
 
 async def state_of(broker, name, state):
@@ -76,8 +70,8 @@ async def test_a_retry_is_handled_by_its_stage_again():
         switch.broken = False
         sent = await retry(broker, letter)
         assert sent.attempt == 1
-        await until(lambda: RunLog(broker).find(RUN_CONTROL, "g0000001"))
-        await until(lambda: state_of(broker, letter.id, LetterState.HANDLED))
+        await wait_until(lambda: RunLog(broker).find(RUN_CONTROL, "g0000001"))
+        await wait_until(lambda: state_of(broker, letter.id, LetterState.HANDLED))
         assert await letters(LiveSource(broker)) == []
 
 
@@ -85,7 +79,7 @@ async def test_a_retry_that_fails_again_gives_a_new_letter():
     async with scene() as (broker, _):
         letter = await given_up(broker)
         await retry(broker, letter)
-        await until(lambda: state_of(broker, letter.id, LetterState.FAILED_AGAIN))
+        await wait_until(lambda: state_of(broker, letter.id, LetterState.FAILED_AGAIN))
         (newer,) = await letters(LiveSource(broker))
         assert newer.subject == letter.subject
         assert newer.sequence > letter.sequence
@@ -97,7 +91,7 @@ async def test_a_mended_message_is_handled_in_its_place():
         letter = await given_up(broker)
         switch.broken = False
         await retry(broker, letter, mended=GROUP_ISSUED.encode(issued(ordinal=7)))
-        await until(lambda: RunLog(broker).find(RUN_CONTROL, "g0000007"))
+        await wait_until(lambda: RunLog(broker).find(RUN_CONTROL, "g0000007"))
         with pytest.raises(DecodeError):
             await retry(broker, letter, mended=b"\xc1")
 

@@ -5,6 +5,7 @@ import time
 
 import anyio
 import pytest
+from waiting import wait_until
 
 from broker.memory import MemoryBroker, MemoryServer
 from ops.cli import main
@@ -32,21 +33,15 @@ async def pressed(run, size, *, keys=(), then=lambda app: True):
         tasks.start_soon(watch, run.broker, model)
         app = TopApp(run.broker, model)
         async with app.run_test(size=size) as pilot:
-            await until(lambda: bool(model.groups) and model.trained_step > 0)
+            await wait_until(lambda: bool(model.groups) and model.trained_step > 0)
             app.show()
             await pilot.pause()
             await pilot.press(*keys)
-            await until(lambda: then(app))
+            await wait_until(lambda: then(app))
             found = list(app.screen_stack), app.query_one if len(app.screen_stack) == 1 else app.screen.query_one
             rows = found[1](DataTable).row_count if len(found[0]) == 1 else len(found[1](RichLog).lines)
         tasks.cancel_scope.cancel()
     return found[0][-1], rows
-
-
-async def until(holds):
-    with anyio.fail_after(20):
-        while not holds():
-            await anyio.sleep(0.01)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 50)])

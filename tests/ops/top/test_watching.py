@@ -8,6 +8,7 @@ import anyio
 import msgspec
 import pytest
 from rich.console import Console
+from waiting import wait_until
 
 from broker.memory import MemoryBroker, MemoryServer
 from ops.accounts import account
@@ -36,9 +37,7 @@ async def watched(broker, until):
     model = Model("r")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch, broker, model)
-        with anyio.fail_after(20):
-            while not until(model):
-                await anyio.sleep(0.01)
+        await wait_until(lambda: until(model))
         yield model
         tasks.cancel_scope.cancel()
 
@@ -82,9 +81,7 @@ async def test_rewards_by_stream_are_those_of_the_steps(chaotic):
 async def test_an_instruction_is_seen_while_watching(small):
     async with watched(small.broker, lambda model: model.position > 0) as model:
         await ask(small.broker, ControlAction.PAUSE, "lunch")
-        with anyio.fail_after(20):
-            while not model.asked.word:
-                await anyio.sleep(0.01)
+        await wait_until(lambda: model.asked.word)
         assert "paused (lunch)" in drawn(head(model, 78, time.time()), 78)[1]
 
 
@@ -92,10 +89,12 @@ async def test_a_fold_that_is_behind_has_a_lag_and_an_oldest_message(small):
     async with watched(small.broker, lambda model: model.position > 0) as model:
         subject = report_subject("r", "assembly")
         told = report("assembly", unix_time_s=time.time(), gauges={"folded_sequence": 1.0})
-        with anyio.fail_after(20):
-            while not model.backlogs.get("assembly"):
-                await small.broker.announce(subject, msgspec.msgpack.encode(told))
-                await anyio.sleep(0.01)
+
+        async def is_behind():
+            await small.broker.announce(subject, msgspec.msgpack.encode(told))
+            return model.backlogs.get("assembly")
+
+        await wait_until(is_behind)
         assert model.backlogs["assembly"].count > 0
         assert model.backlogs["assembly"].oldest_unix_s > 0
 
@@ -225,9 +224,7 @@ async def test_a_broker_that_takes_requests_and_answers_none_is_told(monkeypatch
     model = Model("r")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch, broker, model)
-        with anyio.fail_after(20):
-            while not model.problem:
-                await anyio.sleep(0.01)
+        await wait_until(lambda: model.problem)
         tasks.cancel_scope.cancel()
     assert drawn(head(model, 80, 100.0), 80)[1] == "the broker does not answer: nothing for 0.05 s"
 

@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route as HttpRoute
+from waiting import wait_until
 
 from ops.arena.config import ArenaServerConfig, HarnessKind, HarnessSpec, StreamSpec
 from ops.arena.server import ArenaSecrets, serve
@@ -66,8 +67,7 @@ async def gateway():
         )
     )
     task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.001)
+    await wait_until(lambda: server.started)
     fake.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     yield fake
     server.should_exit = server.force_exit = True
@@ -116,10 +116,12 @@ async def _played(client, access, harness: str):
         harness=harness,
     )
     launched = await client.launch(launch)
-    async with asyncio.timeout(30):
-        while not (result := await client.task_result(launched.task_id)).terminal:
-            await asyncio.sleep(0.02)
-    return result
+
+    async def result():
+        found = await client.task_result(launched.task_id)
+        return found if found.terminal else None
+
+    return await wait_until(result, launched.task_id, every_s=0.02)
 
 
 @pytest.mark.parametrize("harness", ["openai-loop@1", "claude-loop@1"])

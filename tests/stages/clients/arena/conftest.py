@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from waiting import wait_until
 
 from ops.arena.config import ArenaServerConfig, HarnessKind, HarnessSpec, StreamSpec
 from ops.arena.server import ArenaSecrets, serve
@@ -175,9 +176,10 @@ def launch_of() -> Callable[..., Launch]:
 @pytest.fixture
 def finished() -> Callable[..., Awaitable[msgspec.Struct]]:
     async def until_terminal(client: ArenaClient, task_id: str):
-        async with asyncio.timeout(30):
-            while not (result := await client.task_result(task_id)).terminal:
-                await asyncio.sleep(0.05)
-        return result
+        async def result() -> msgspec.Struct | None:
+            found = await client.task_result(task_id)
+            return found if found.terminal else None
+
+        return await wait_until(result, task_id, every_s=0.05)
 
     return until_terminal

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import structlog
+from waiting import wait_until
 
 from ops.arena.config import CallFault, CallName, FaultPlan
 from stages.clients.arena.client import ArenaClient, ModelEndpoint
@@ -118,9 +119,7 @@ async def test_probes_run_by_themselves_at_their_interval(client, endpoint) -> N
         await passed.wait()
         await client.delete_model(NAME)
         gate.put_nowait(0)
-        async with asyncio.timeout(5):
-            while registrations.counts.restored == 0:
-                await asyncio.sleep(0.005)
+        await wait_until(lambda: registrations.counts.restored)
 
 
 async def test_a_failed_probe_is_advisory_counted_and_told_once_in_a_while(start_arena, open_client, endpoint) -> None:

@@ -5,6 +5,7 @@ import anyio.lowlevel
 import pytest
 from asking import ask, collect, ids_of, versions_of
 from fake_servers import MAX_CONTEXT, VOCAB_SIZE, FakeServer, serving
+from waiting import wait_until
 
 from schemas.config import EngineKind
 from schemas.messages.rollout import FinishReason
@@ -157,9 +158,7 @@ async def test_an_id_that_begins_another_is_not_aborted_with_it(versions):
     async with serving(fake) as url, http_engine(fake.kind, "e", url) as engine, anyio.create_task_group() as tasks:
         tasks.start_soon(one, "a1")
         tasks.start_soon(one, "a10")
-        with anyio.fail_after(5):
-            while len(fake.bodies) < 2:
-                await anyio.sleep(0.005)
+        await wait_until(lambda: len(fake.bodies) == 2)
         await engine.abort("a1")
         for _ in range(8):
             fake.token_gate.release()
@@ -180,9 +179,7 @@ async def test_leaving_an_answer_aborts_it_at_the_server(fake, engine):
     await anext(chunks)
     await chunks.aclose()
     assert [call for call in fake.calls if "abort" in call]
-    with anyio.fail_after(5):
-        while fake.running:
-            await anyio.sleep(0.005)
+    await wait_until(lambda: not fake.running)
 
 
 async def test_prefixes_of_former_weights_are_out_of_reach(fake, engine, versions):
@@ -263,9 +260,7 @@ async def test_an_engine_that_cannot_be_brought_back_is_shut_until_a_load_succee
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(running)
-        with anyio.fail_after(5):
-            while not fake.num_generated:
-                await anyio.sleep(0.005)
+        await wait_until(lambda: fake.num_generated)
         with pytest.raises(EngineUnavailableError, match="must be replaced"):
             await engine.load_weights(versions[1], 1, SwapMode.RECOMPUTE)
     assert failed, "whoever waits for a half-loaded engine is told"

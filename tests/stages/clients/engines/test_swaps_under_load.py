@@ -6,6 +6,7 @@ import anyio
 import numpy as np
 import pytest
 from real_servers import NUM_VERSIONS, greedy_ids, logprobs
+from waiting import wait_until
 
 from schemas.messages.rollout import FinishReason
 from stages.clients.engines import HttpEngineSettings, http_engine
@@ -81,9 +82,12 @@ class LoadOnEngine:
     async def tokens(self, count: int):
         """Wait until so many more tokens came, and an answer is under way whose end is far."""
         until = self.engine.num_tokens + count
-        with anyio.fail_after(120):
-            while self.engine.num_tokens < until or not any(1 <= len(one.ids) <= NUM_NEW // 3 for one in self.running):
-                await anyio.sleep(0.01)
+
+        def have_come() -> bool:
+            begun = any(1 <= len(one.ids) <= NUM_NEW // 3 for one in self.running)
+            return begun and self.engine.num_tokens >= until
+
+        await wait_until(have_come, f"{count} more tokens", deadline_s=120)
 
 
 async def swaps_under_load(kind, url, versions, mode, *, num_swaps: int, adapters: tuple[str, ...] = ()) -> None:
