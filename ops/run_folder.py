@@ -42,7 +42,7 @@ class RunFolder:
         self.config_file: Final = self.path / "config.json"
         self.endpoints_file: Final = self.path / "endpoints.json"
         self.ready_file: Final = self.path / "ready.pid"
-        """Written by a node's supervisor once its workers are started."""
+        """Written by a node's supervisor once its workers are started; gone when it gives the folder up."""
         self.logs: Final = self.path / "logs"
         self.nats: Final = self.path / "nats"
         self.weights: Final = self.path / "weights"
@@ -86,7 +86,11 @@ class RunFolder:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-            yield
+            try:
+                yield
+            finally:
+                if self.is_ready(os.getpid()):
+                    self.ready_file.unlink(missing_ok=True)
 
     def holder(self) -> int | None:
         """The process of this machine that holds the folder."""

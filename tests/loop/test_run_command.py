@@ -42,11 +42,13 @@ async def test_an_interrupted_run_is_resumed_by_the_same_command(headrace, tmp_p
     slow = ("--set", "training.standin_step_s=0.3")
     async with headrace("--steps", "6", *slow) as run:
         await run.wait_for_step(2)
+        assert run.folder.is_ready(run.process.pid)
         pids = [child.pid for child in run.children().values()]
         run.interrupt()
         assert await run.process.wait() == 130
         assert b'"steps":' in run.stdout
         assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert not run.folder.ready_file.exists()
     async with headrace("--steps", "6", folder=tmp_path / "run") as run:
         result = await run.result()
     assert result["steps"] == 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 import msgspec
@@ -118,3 +118,20 @@ def test_a_process_that_has_the_number_of_the_former_holder_holds_nothing(tmp_pa
         assert folder.holder() == os.getpid()
     assert (tmp_path / "run.lock").read_text()  # this process lives on
     assert folder.holder() is None
+
+
+def test_who_gives_a_folder_up_is_ready_no_more(tmp_path) -> None:
+    folder = RunFolder(tmp_path)
+    with suppress(ZeroDivisionError), folder.lock():
+        folder.say_ready()
+        assert folder.is_ready(os.getpid())
+        raise ZeroDivisionError
+    assert not folder.ready_file.exists()
+
+
+def test_who_only_looks_at_a_folder_leaves_what_another_process_said(tmp_path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.ready_file.write_text("1")
+    with folder.lock():
+        assert folder.is_ready(1)
+    assert folder.is_ready(1)
