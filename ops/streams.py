@@ -75,6 +75,12 @@ def _checked(stream: StreamConfig, placed: Iterable[PlacedRow]) -> list[Prompt]:
     prompts: dict[str, Prompt] = {}
     for row in placed:
         prompt = check_row(row)
+        if prompt.left_out:
+            raise ConfigError(
+                f"stream {stream.name!r}: {prompt.place}: expected no fields but prompt or messages, id (or data_id) and tags, found "
+                f"{', '.join(prompt.left_out)}; move what the stream's runner needs into prompt and remove the rest, or leave the "
+                "stream's rows empty and publish them: `headrace publish prompts` leaves such fields out and names them"
+            )
         if (former := prompts.setdefault(prompt.data_id, prompt)) is not prompt:
             raise ConfigError(
                 f"stream {stream.name!r}: {former.place} and {prompt.place} both have the id {prompt.data_id!r}; "

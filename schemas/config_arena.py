@@ -94,8 +94,8 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     agent_python: str = ""
     """Other runners: interpreter of the processes, where the agent needs packages of its own; empty: this one."""
     rows: str = ""
-    """Other runners: where the stream's rows come from, as `headrace publish prompts` takes them (a .jsonl file …); empty: they
-    are published. For a verifiers taskset the number of its tasks, empty: all. For an online stream whose service brings tasks of
+    """Other runners: where the stream's rows come from, as `headrace publish prompts` takes them (a .jsonl file …), but with
+    no field that is left out there; empty: they are published. For a verifiers taskset the number of its tasks, empty: all. For an online stream whose service brings tasks of
     its own: the number of groups that make an epoch.
     """
     open: bool = False
