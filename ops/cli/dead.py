@@ -54,7 +54,7 @@ def list_letters(
     url
         Broker of a run whose folder is elsewhere.
     json
-        One JSON value.
+        One JSON object: `letters`, and `damages` and `gaps` of the recording.
     """
 
     async def work() -> tuple[list[Letter], Soundness]:
@@ -64,7 +64,7 @@ def list_letters(
     with plain_errors():
         found, sound = anyio.run(work)
     if json:
-        write_json([_listed(letter) for letter in found])
+        write_json({"letters": [_listed(letter) for letter in found], "damages": sound.damages, "gaps": sound.gaps})
     else:
         _print_letters(found)
     return tell_soundness(sound)
@@ -120,7 +120,7 @@ def show(
     url
         Broker of a run whose folder is elsewhere.
     json
-        One JSON value.
+        One JSON object: the letter, and `damages` and `gaps` of the recording.
     """
 
     async def work() -> tuple[dict[str, Plain], Soundness]:
@@ -130,7 +130,7 @@ def show(
     with plain_errors():
         found, sound = anyio.run(work)
     if json:
-        write_json(found)
+        write_json({**found, "damages": sound.damages, "gaps": sound.gaps})
     else:
         _print_letter(found)
     return tell_soundness(sound)

@@ -32,7 +32,7 @@ def export(
     Examples:
         headrace export q.hrrec tables
         headrace export runs/quickstart tables --table episodes --table steps
-        duckdb -c "select stream, avg(reward) from 'tables/episodes.parquet' group by 1"
+        duckdb -c "select stream, harness, avg(reward) from 'tables/episodes.parquet' group by all"
 
     Parameters
     ----------

@@ -47,7 +47,7 @@ def report(
     url
         Broker of a run whose folder is elsewhere.
     json
-        The figures as one JSON object, and no file.
+        The figures as one JSON object, with `damages` and `gaps`, and no file.
     """
 
     async def work() -> tuple[ReportFigures, Soundness]:
@@ -56,7 +56,8 @@ def report(
             if isinstance(opened, LiveSource) and opened.is_running:
                 now = await run_status(opened.broker, STAGES)
                 figures = msgspec.structs.replace(figures, troubles=now.troubles)
-            return figures, soundness(opened)
+            sound = soundness(opened)
+            return msgspec.structs.replace(figures, damages=sound.damages, gaps=sound.gaps), sound
 
     with plain_errors(OSError):
         figures, sound = anyio.run(work)

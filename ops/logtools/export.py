@@ -45,8 +45,8 @@ def _schema(table: str) -> pa.Schema:  # pyright: ignore[reportUnknownParameterT
     time = pa.timestamp("us", tz="UTC")
     columns: dict[str, dict[str, pa.DataType]] = {
         "episodes": {
-            "group": text, "slot": whole, "attempt": whole, "stream": text, "data_id": text, "tags": pa.list_(text),
-            "session": text, "outcome": text, "final": flag, "status": text, "error": text, "score": number,
+            "group": text, "slot": whole, "attempt": whole, "stream": text, "harness": text, "data_id": text,
+            "tags": pa.list_(text), "session": text, "outcome": text, "final": flag, "status": text, "error": text, "score": number,
             "reward_key": text, "evaluation": flag, "seconds": number, "sequence": whole, "time": time,
             "reward": number, "rejected": flag, "reason": text, "solved": flag, "num_rows": whole,
             "num_interactions": whole, "num_completion_tokens": whole,
@@ -158,7 +158,7 @@ async def _episodes(source: LogSource, table: _Table) -> None:
             case EpisodeEnded() as ended:
                 line: Line = {
                     "group": ended.group, "slot": ended.slot, "attempt": ended.attempt, "stream": ended.stream,
-                    "data_id": ended.data_id, "tags": list(ended.tags), "session": ended.session,
+                    "harness": ended.harness, "data_id": ended.data_id, "tags": list(ended.tags), "session": ended.session,
                     "outcome": ended.outcome.value, "final": ended.final, "status": ended.status,
                     "error": shown_error(ended),
                     "score": ended.score, "reward_key": ended.reward_key, "evaluation": ended.evaluation,

@@ -93,3 +93,7 @@ class ReportFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Sequence up to which messages may be gone: the account has them, figures by step and by time begin after it."""
     troubles: list[Trouble] = []
     """What was wrong with the run when the report was made, worst first; empty for a run that is over."""
+    damages: list[str] = []
+    """What of the recording could not be read."""
+    gaps: list[tuple[int, int]] = []
+    """(first missing, last missing) sequences of the recording."""

@@ -20,6 +20,7 @@ from ops.cli.inspect import inspect
 from ops.cli.publish import app as publish_app
 from ops.cli.record import record
 from ops.cli.replay import replay
+from ops.cli.report import report
 from ops.cli.schema import schema
 from ops.cli.tap import tap
 from ops.cli.why import why
@@ -55,7 +56,7 @@ async def small():
 @pytest.fixture(scope="session")
 def app():
     found = cyclopts.App(name="headrace")
-    for command in (record, replay, inspect, export, why, tap, schema):
+    for command in (record, replay, inspect, export, report, why, tap, schema):
         found.command(command)
     found.command(dead_app)
     found.command(publish_app)

@@ -201,6 +201,7 @@ class SyntheticRun:
             stream=stream,
             data_id=data_id,
             session="" if failed else session,
+            harness="" if failed else f"{stream}-loop@1",
             outcome=r.EpisodeClass.SYSTEM if failed else r.EpisodeClass.SCORED,
             final=final,
             status="BUILD_FAILED" if failed else "SUCCEEDED",

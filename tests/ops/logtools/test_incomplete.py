@@ -89,6 +89,28 @@ def test_why_of_a_damaged_recording(headrace, damaged):
     assert SEQUENCES in err
 
 
+def test_dead_letters_and_report_of_a_damaged_recording_say_so_in_their_json(headrace, blocks, tmp_path):
+    with Recording(blocks) as recording:
+        letters = [record.sequence for record in recording.records(["hr.r.dead.>"])]
+    number = (letters[0] - 1) // BLOCK  # a command meets what is damaged among the messages that it reads
+    unread = f"sequences {number * BLOCK + 1} to {(number + 1) * BLOCK} are not read"
+    damaged = flipped(blocks, tmp_path / "letters.hrrec", number)
+    code, out, err = headrace("dead", "list", "--in", damaged, "--all", "--json")
+    found = json.loads(out)
+    assert (code, len(found["letters"]) < len(letters), unread in err) == (3, True, True)
+    assert unread in found["damages"][0]
+    for arguments in (("dead", "show", found["letters"][0]["id"], "--in", damaged), ("report", damaged)):
+        code, out, err = headrace(*arguments, "--json")
+        shown = json.loads(out)
+        assert (code, shown["damages"], unread in err) == (3, found["damages"], True)
+
+
+def test_dead_letters_and_report_tell_gaps_in_their_json(headrace, beginning_missing):
+    for arguments in (("dead", "list", "--all", "--in", beginning_missing), ("report", beginning_missing)):
+        code, out, _ = headrace(*arguments, "--json")
+        assert (code, json.loads(out)["gaps"], json.loads(out)["damages"]) == (3, [[1, 30]], [])
+
+
 @pytest.fixture
 def export(headrace, tmp_path):
     """Exports a recording into a folder of its own: exit code, the JSON, stderr."""

@@ -45,6 +45,9 @@ async def test_tables_hold_what_the_log_holds(chaotic, recording, tmp_path):
     episodes = pq.read_table(tmp_path / "episodes.parquet").to_pylist()
     rewarded = {(row["group"], row["slot"]) for row in episodes if row["reward"] is not None}
     assert len(rewarded) == len([row for row in episodes if row["rejected"] is False])
+    ended = [row for row in episodes if row["session"] is not None]
+    assert {row["harness"] for row in ended} == {"", "math-loop@1", "words-loop@1"}
+    assert all(row["harness"] == (f"{row['stream']}-loop@1" if row["session"] else "") for row in ended)
     steps = pq.read_table(tmp_path / "steps.parquet").to_pylist()
     assert {row["step"]: row["digest"] for row in steps} == chaotic.digests
     rows = pq.read_table(tmp_path / "rows.parquet").to_pylist()

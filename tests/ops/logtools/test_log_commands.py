@@ -83,13 +83,13 @@ def test_why_tells_from_a_run_and_from_a_recording(headrace, replayed, recorded)
 
 def test_dead_letters_are_listed_shown_retried_and_dropped(headrace, replayed):
     out = headrace("dead", "list", "--in", replayed, "--json")[1]
-    first, second = json.loads(out)[:2]
+    first, second = json.loads(out)["letters"][:2]
     assert "refused" in headrace("dead", "show", first["id"], "--in", replayed)[1]
     assert headrace("dead", "retry", first["id"], "--run", replayed)[0] == 0
     assert headrace("dead", "drop", second["id"], "--run", replayed, "--reason", "test")[0] == 0
-    states = {
-        one["id"]: one["state"] for one in json.loads(headrace("dead", "list", "--in", replayed, "--all", "--json")[1])
-    }
+    everything = json.loads(headrace("dead", "list", "--in", replayed, "--all", "--json")[1])
+    states = {one["id"]: one["state"] for one in everything["letters"]}
+    assert (everything["damages"], everything["gaps"]) == ([], [])
     assert states[first["id"]] == "retried"
     assert states[second["id"]] == "dropped"
     assert headrace("dead", "retry", "--run", replayed)[0] == 2
