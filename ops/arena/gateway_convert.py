@@ -5,6 +5,8 @@ Streams are converted piece by piece by `ops.arena.gateway_stream`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from ops.arena.gateway_wire import (
@@ -70,11 +72,29 @@ def chat_from_responses(request: ResponsesRequest, upstream_model: str) -> Json:
     _set(chat, "top_p", request.top_p)
     functions = [tool for tool in request.tools if tool.type == "function"]
     _set(chat, "tools", [_chat_tool(t.name, t.description or "", t.parameters) for t in functions])
-    if isinstance(request.tool_choice, str):
-        chat["tool_choice"] = request.tool_choice
-    elif request.tool_choice is not None:
-        chat["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.get("name", "")}}
+    if functions or not request.tools:  # else all tools that it may speak of were left out
+        _set(chat, "tool_choice", _chat_choice(request.tool_choice, {tool.name for tool in functions}))
     return _with_stream(chat, request.stream)
+
+
+def _chat_choice(choice: str | Json | None, functions: Collection[str]) -> str | Json | None:
+    """A choice of the Responses protocol; None for one of tools that were left out."""
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.get("type") == "allowed_tools":
+        named = [{"type": "function", "function": {"name": one}} for one in _names(choice) if one in functions]
+        return (
+            {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+            if named
+            else "none"
+        )
+    name = choice.get("name", "")
+    return {"type": "function", "function": {"name": name}} if choice.get("type") == "function" else None
+
+
+def _names(choice: Json) -> list[object]:
+    tools: object = choice.get("tools")
+    return [one.get("name") for one in tools if isinstance(one, dict)] if isinstance(tools, list) else []
 
 
 def messages_answer(answer: ChatCompletion, model: str) -> Json:

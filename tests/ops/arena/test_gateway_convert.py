@@ -97,6 +97,26 @@ def test_a_responses_request_becomes_chat() -> None:
     assert _responses(input="just text")["messages"] == [{"role": "user", "content": "just text"}]
 
 
+@pytest.mark.parametrize(
+    ("choice", "becomes"),
+    [
+        ("required", "required"),
+        ({"type": "function", "name": "sh"}, {"type": "function", "function": {"name": "sh"}}),
+        ({"type": "function", "name": "ls"}, {"type": "function", "function": {"name": "ls"}}),  # refused further on
+        ({"type": "web_search"}, None),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "sh"}, {"type": "web_search"}]},
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "sh"}}]}},
+        ),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}, "none"),
+    ],
+)  # fmt: skip
+def test_a_choice_of_the_responses_protocol_names_only_tools_that_are_passed_on(choice, becomes) -> None:
+    tools = [{"type": "function", "name": "sh", "parameters": {}}, {"type": "web_search"}]
+    assert _responses(input="x", tools=tools, tool_choice=choice).get("tool_choice") == becomes
+    assert "tool_choice" not in _responses(input="x", tools=tools[1:], tool_choice=choice)
+
+
 def test_a_chat_answer_becomes_an_anthropic_message() -> None:
     answer = _json(messages_answer(_completion({"content": "\n hi ", "tool_calls": [TOOL_CALL]}, "tool_calls"), "m"))
     assert answer["content"][0] == {"type": "text", "text": "\n hi "}
