@@ -101,6 +101,8 @@ def _outcome(case: Case) -> None:
     found, alone = _estimate(case, EstimatorSettings(name=name, eps=float(case.params["epsilon"])))
     mask = array(case.inputs["response_mask"])
     expected = array(case.expected["advantages"])
+    if name is Estimator.MAX_RL:  # a mean that is not positive has no meaning as a divisor: no advantage here
+        expected = np.where(_mean_of_groups(case)[:, None] > 0, expected, 0.0)
     if "returns" in case.expected:
         assert_close(case.expected["returns"], case.expected["advantages"], case, "token", "returns of outcome methods")
     if name is Estimator.REINFORCE_PP_BASELINE and alone.any():
@@ -162,10 +164,13 @@ def _passk(case: Case) -> None:
 def _slime(case: Case) -> None:
     rewards = array(case.inputs["rewards"])
     each, prompts = int(case.params["n_samples_per_prompt"]), int(case.params["rollout_batch_size"])
-    by_std = bool(case.params["grpo_std_normalization"])
-    if case.params["advantage_estimator"] not in ("grpo", "gspo"):
-        by_std = False  # the setting belongs to grpo and gspo
-    settings = Normalization(mean=Level.GROUP, std=Level.GROUP if by_std else Level.NONE, eps=1e-6)
+    estimator, by_std = case.params["advantage_estimator"], bool(case.params["grpo_std_normalization"])
+    if estimator not in ("grpo", "gspo", "cispo"):
+        by_std = False  # the setting belongs to these
+    centred = by_std or estimator in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")  # others keep rewards
+    settings = Normalization(
+        mean=Level.GROUP if centred else Level.NONE, std=Level.GROUP if by_std else Level.NONE, eps=1e-6
+    )
     sizes = _slices(len(rewards), each)
     found = np.concatenate(normalize(_split(rewards, sizes), settings))
     if case.defect:
@@ -267,6 +272,12 @@ def _estimate(case: Case, settings: EstimatorSettings) -> tuple[Floats, NDArray[
     for rows, values in zip(members, found, strict=True):
         result[rows], alone[rows] = values, len(rows) == 1
     return result, alone
+
+
+def _mean_of_groups(case: Case) -> Floats:
+    """Each row's group mean of the scores."""
+    scores, index = array(case.inputs["scores"]), np.asarray(case.inputs["index"])
+    return np.array([scores[index == name].mean() for name in index])
 
 
 def _slices(total: int, each: int) -> list[int]:

@@ -127,6 +127,8 @@ def _verl(case: Case) -> None:
 
 
 def _verl_mode(case: Case, width: int, active: int) -> tuple[Aggregation, float | None]:
+    if case.params["mode"] != "seq-mean-token-sum-norm":
+        case.params.without_effect("loss_scale_factor")  # the fixed length of that mode alone
     match case.params["mode"]:
         case "token-mean":
             return Aggregation.TOKEN_MEAN, None

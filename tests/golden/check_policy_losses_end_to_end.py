@@ -90,7 +90,7 @@ def _check_reported(case: Case, outcome: Outcome, at: Layout) -> None:
     narrowed_T = _narrowed(outcome)
     keep_T, clipped_T = terms.keep_T, narrowed_T & method.clipped_T
     entropy_T = at.floats(case.inputs["entropy"])
-    given_prox_T = optional(case, at, "proximal_logprobs")
+    prox_T = _proximal(case, outcome, at)
     extra = method.extra or {}
     dual_T = torch.zeros_like(keep_T) if method.dual_clipped_T is None else method.dual_clipped_T
     values = {
@@ -109,12 +109,12 @@ def _check_reported(case: Case, outcome: Outcome, at: Layout) -> None:
         "behave_filtered_ratio": terms.admission.changed_T,
         "clipped_new_logp": terms.logp_T,
         "clipped_old_logp": terms.old_logp_T,
-        "prox_logp_gt": terms.anchor_logp_T if given_prox_T is None else given_prox_T,
+        "prox_logp_gt": prox_T,
         "sapo_soft_gate": extra.get("sapo_gate"),
         "sapo_scaled_gate_pos": extra.get("sapo_gate_pos"),
         "sapo_scaled_gate_neg": extra.get("sapo_gate_neg"),
     }
-    values |= _approximations(case, outcome, at)
+    values |= _approximations(case, outcome, at, prox_T)
     denominators = {"n_valid_tokens": keep_T, "clipped_tokens": clipped_T, "unclipped_behave_tokens": keep_T}
     means = case.expected["reported_means"]
     assert isinstance(means, Fields)
@@ -129,7 +129,14 @@ def _check_reported(case: Case, outcome: Outcome, at: Layout) -> None:
     _check_reported_scalars(case, outcome)
 
 
-def _approximations(case: Case, outcome: Outcome, at: Layout) -> dict[str, Tensor]:
+def _proximal(case: Case, outcome: Outcome, at: Layout) -> Tensor:
+    """The proximal policy that is reported: the given one, unless the training pass itself takes its place."""
+    given_T = optional(case, at, "proximal_logprobs")
+    reused = case.params["prox_logp_method"] == "reuse_train_logp"
+    return outcome.terms.logp_T if reused else outcome.terms.anchor_logp_T if given_T is None else given_T
+
+
+def _approximations(case: Case, outcome: Outcome, at: Layout, prox_T: Tensor) -> dict[str, Tensor]:
     """Reported beside the loss where versions are given: what approximations of the proximal policy would have been, and the drift."""
     terms = outcome.terms
     new_T, old_T = terms.logp_T, terms.old_logp_T
@@ -144,9 +151,7 @@ def _approximations(case: Case, outcome: Outcome, at: Layout) -> dict[str, Tenso
     for position in terms.keep_T.nonzero().squeeze(-1).tolist():
         one_T = torch.zeros_like(terms.keep_T)
         one_T[position] = True
-        errors = approximation_errors(
-            terms.anchor_logp_T, new_T, old_T, one_T, versions_T=versions_T, current_version=current
-        )
+        errors = approximation_errors(prox_T, new_T, old_T, one_T, versions_T=versions_T, current_version=current)
         for key, stat in errors.items():
             found.setdefault(key, torch.zeros_like(new_T))[position] = stat.mean()
     return found
@@ -171,14 +176,14 @@ def _staleness(case: Case, outcome: Outcome) -> dict[str, float]:
 def _check_reported_scalars(case: Case, outcome: Outcome) -> None:
     terms = outcome.terms
     narrowed_T = _narrowed(outcome)
-    dropped = int((narrowed_T & ~terms.keep_T).sum())
+    changed = int((narrowed_T & terms.admission.changed_T).sum())
     total, valid = narrowed_T.numel(), int(narrowed_T.sum())
     found = {
         "n_total_tokens": total,
         "n_valid_tokens_in_loss": valid,
         "n_masked_tokens": total - valid,
         "masked_token_ratio": (total - valid) / total,
-        "rs_filtered_fraction": dropped / max(valid, 1),
+        "rs_filtered_fraction": changed / max(valid, 1),
         **_staleness(case, outcome),
     }
     scalars = case.expected["reported_scalars"]

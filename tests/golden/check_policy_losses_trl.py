@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from golden_case import Case, Fields, assert_close
 from loss_cases import Layout, Outcome, compare, layout, maybe, number, optional, run_loss
@@ -68,7 +69,8 @@ def trl_method(params: Fields) -> Method:
     kind, level = params["loss_type"], params["importance_sampling_level"]
     assert level in {"token", "sequence"}, level
     low, high, delta = number(params, "epsilon_low"), number(params, "epsilon_high"), maybe(params, "delta")
-    pos, neg = number(params, "sapo_temperature_pos"), number(params, "sapo_temperature_neg")
+    # Temperatures are float32 there whatever the log-probs are.
+    pos, neg = (float(np.float32(number(params, f"sapo_temperature_{side}"))) for side in ("pos", "neg"))
     shape = params["vespo"]
     assert isinstance(shape, Fields)
     shapes = {f"{name}_{side}": number(shape, f"{name}_{side}") for name in ("k", "lambda") for side in ("pos", "neg")}
@@ -109,7 +111,10 @@ def check_trl(case: Case) -> None:
     bonus = _entropy_bonus(case, at, batch, config, logp_T)
     outcome = replace(outcome, loss=outcome.loss + bonus)
     compare(case, outcome, loss=case.expected["loss"], grad=case.expected["grad_logprobs"])
-    _check_metrics(case, outcome, policy_loss=outcome.loss - bonus)
+    # Its reported policy loss comes before the division by the accumulation steps.
+    steps = number(case.params, "gradient_accumulation_steps")
+    scale = 1.0 if case.params["loss_type"] in {"dapo", "cispo", "vespo"} else steps
+    _check_metrics(case, outcome, policy_loss=scale * (outcome.loss - bonus))
 
 
 def _entropy_bonus(case: Case, at: Layout, batch: LossBatch, config: LossConfig, logp_T: Tensor) -> float:
@@ -163,4 +168,5 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "trl_gspo": check_trl,
     "trl_other": check_trl,
     "trl_tis": check_trl,
+    "trl_*": check_trl,
 }

@@ -51,8 +51,9 @@ def verl_row_weights(at: Layout, mask_T: Tensor, mode: object) -> Tensor:
     match mode:
         case "token-mean":
             return weights_of(at, mask_T, "token_mean")
-        case "seq-mean-token-mean":
-            return weights_of(at, mask_T, "seq_mean")
+        case "seq-mean-token-mean":  # the reference adds 1e-8 to each row's token count
+            counts_R = at.rows.count(mask_T).to(at.dtype)
+            return weights_of(at, mask_T, "seq_mean") * counts_R / (counts_R + 1e-8)
         case "seq-mean-token-sum":
             return weights_of(at, mask_T, "constant", divisor=1.0)
         case "seq-mean-token-sum-norm":
@@ -252,6 +253,7 @@ def verl_weights(case: Case) -> Tensor:
     level = params["rollout_is"]
     assert level in {"token", "sequence"}, level
     bounds = [float(part) for part in str(params["rollout_is_threshold"]).split("_")]
+    assert len(bounds) <= 2, bounds
     by_row = level == "sequence"
     one = Filter(
         level="sequence" if by_row else "token",

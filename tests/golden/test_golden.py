@@ -5,7 +5,8 @@ Each holds
 
     CHECKS: dict[str, Callable[[Case], None]] = {"<kind>": check_kind, ...}
 
-and a check asserts; it returns nothing. A kind belongs to one module. Modules are imported when a case needs them, so a broken one fails
+and a check asserts; it returns nothing. A kind belongs to one module; `<reference>_*` stands for the kinds of a reference that no check
+names (its settings say which loss they are). Modules are imported when a case needs them, so a broken one fails
 its own cases only. An unknown file or kind fails: never skip.
 
 A check is driven by the file alone: same kinds, other names and other parameters will come. It never looks at `case.name`; it
@@ -41,6 +42,8 @@ def _check_for(case: Case) -> Callable[[Case], None]:
     assert modules, f"no check_{case.file}.py for {case.file}.json: write one"
     broken: dict[str, Exception] = {}
     found: dict[str, Callable[[Case], None]] = {}
+    others: dict[str, Callable[[Case], None]] = {}
+    reference = f"{case.kind.partition('_')[0]}_*"
     for name in modules:
         try:
             checks: dict[str, Callable[[Case], None]] = importlib.import_module(name).CHECKS
@@ -49,6 +52,9 @@ def _check_for(case: Case) -> Callable[[Case], None]:
             continue
         if case.kind in checks:
             found[name] = checks[case.kind]
+        elif reference in checks:
+            others[name] = checks[reference]
+    found = found or others
     if not found and broken:
         raise next(iter(broken.values()))
     assert found, f"no check for kind {case.kind!r} of {case.file}.json in {', '.join(modules)}"
