@@ -29,26 +29,35 @@ class SilentError(ConnectionResetError):
     """Nothing is confirmed or answered any more."""
 
 
-async def guarded(call: Awaitable[T], left_s: Callable[[], float] | None = None) -> T:
+async def guarded(
+    call: Awaitable[T],
+    left_s: Callable[[], float] | None = None,
+    closing: asyncio.Future[None] | None = None,
+) -> T:
     """The result of a call into aiormq or aio-pika.
 
     Args:
         call: the call.
         left_s: how long it may go on waiting, from now; None: for ever.
+        closing: ends it when it is done: a call that waits for room to write in a connection that is gone waits for ever.
 
     Raises:
         ConnectionResetError: it was ended by a closing channel or connection.
         SilentError: its time is over.
     """
     task = asyncio.ensure_future(call)
+    ends = (task,) if closing is None else (task, closing)
     try:
         while not task.done():
+            if closing is not None and closing.done():
+                raise ConnectionResetError("the channel closed, or confirms nothing any more")
             timeout_s = None if left_s is None else left_s()
             if timeout_s is not None and timeout_s <= 0:
                 raise SilentError("the channel confirms nothing and answers nothing any more")
-            await asyncio.wait((task,), timeout=timeout_s)
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not task.done():
+            task.add_done_callback(_forget)
             task.cancel()
     if task.cancelled():
         raise ConnectionResetError("the channel or connection closed meanwhile")
@@ -58,6 +67,11 @@ async def guarded(call: Awaitable[T], left_s: Callable[[], float] | None = None)
     ):  # aiormq's own for a call that nobody will answer
         raise ConnectionResetError(f"the channel closed meanwhile ({error})")
     return task.result()
+
+
+def _forget(task: asyncio.Future[Any]) -> None:  # Any: whatever it ended with, nobody waits for it
+    if not task.cancelled():
+        task.exception()
 
 
 class Channel:
@@ -109,7 +123,7 @@ class Channel:
 
     async def ack(self, message: DeliveredMessage, *, multiple: bool = False, wait: bool = True) -> None:
         """Acknowledge; with `wait`, return when it is written."""
-        await guarded(self._under.basic_ack(message.delivery_tag or 0, multiple=multiple, wait=wait))
+        await self._answered(self._under.basic_ack(message.delivery_tag or 0, multiple=multiple, wait=wait))
 
     async def consume(self, queue: str, callback: Callback, *, no_ack: bool = False, offset: int | None = None) -> None:
         """Begin to receive, from a stream at an offset."""
@@ -156,7 +170,7 @@ class Channel:
         await self._answered(self._under.exchange_declare(exchange, exchange_type="topic", durable=True))
 
     async def _answered(self, call: Awaitable[T]) -> T:
-        """The result of a call that RabbitMQ answers.
+        """The result of a call that RabbitMQ answers, or at least reads.
 
         Raises:
             ConnectionResetError: the channel is gone, or there is no answer.
@@ -166,7 +180,7 @@ class Channel:
 
     async def _call(self, call: Awaitable[T], left_s: Callable[[], float]) -> T:
         try:
-            return await guarded(call, left_s)
+            return await guarded(call, left_s, self.closing)
         except SilentError:
             self._give_up()
             raise

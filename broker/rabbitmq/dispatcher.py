@@ -3,6 +3,8 @@
     lease (a last value) ─▶ per durable: log after its position ─▶ its queue, confirmed ─▶ position saved
                          └▶ what is parked and due, what was handed out too often ─▶ its queue again
 
+Each queue is fed on a channel of its own: one that was killed at its birth blocks the channel at its first publish.
+
 A dispatcher that dies is followed by another after the lease; what lies between its last saved position and its death is put into the
 queues twice, which a stage's created-once outputs make harmless.
 """
@@ -13,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Final, Protocol
 
 import aiormq
@@ -24,7 +27,7 @@ import structlog
 from broker.api import Record
 from broker.errors import ConflictError, NotConnectedError, StoreFullError
 from broker.rabbitmq import queues
-from broker.rabbitmq.channel import Channel
+from broker.rabbitmq.channel import Channel, SilentError
 from broker.rabbitmq.follower import Follower
 from broker.rabbitmq.incoming import Incoming
 from broker.rabbitmq.link import LOST, Link
@@ -53,8 +56,10 @@ MAX_READY: Final = 10_000
 _SAVE_EVERY_S: Final = 0.5
 _PARKED_PERIOD_S: Final = 0.1
 _YOUNG: Final = "~"
-_STILLBORN_S: Final = 10.0
+_STILLBORN_S: Final = 5.0
 """A new queue that has confirmed nothing for so long never will."""
+_DEAD_SETTLED_KEY: Final = "dead-settled"
+"""The last value that says that the dead-letter queue outlives a kill of its server."""
 
 
 class _StillbornQueueError(Exception):
@@ -173,49 +178,62 @@ class Dispatcher:
 
     async def _dispatch(self) -> None:
         """Until the lease or the connection is lost."""
-        async with self._link.channel(confirms=True) as channel, anyio.create_task_group() as tasks:
-            await declare_dead(channel, self._run)
+        async with self._link.channel() as channel, anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_lease)
-            tasks.start_soon(self._unpark, channel)
-            tasks.start_soon(self._return_dead, channel)
-            fed: set[str] = set()
-            tasks.start_soon(self._feed_all, channel, fed, tasks)
+            tasks.start_soon(self._anew, self._unpark)
+            tasks.start_soon(self._anew, self._return_dead)
+            tasks.start_soon(self._feed_all, tasks)
             await channel.until_closed()
             raise ConnectionResetError("the dispatcher's channel closed")
+
+    async def _anew(self, work: Callable[[Channel], Awaitable[None]]) -> None:
+        """For ever, on a channel of its own: what it loses stops nothing else."""
+        while True:
+            try:
+                async with self._link.channel(confirms=True) as channel:
+                    await work(channel)
+            except* LOST as group:
+                log.debug("the dispatcher lost a channel", reason=str(group.exceptions[0]))
+            await anyio.sleep(0.05)
 
     async def _keep_lease(self) -> None:
         while True:
             await anyio.sleep(LEASE_S / 3)
             self._revision = await self._save_lease(self._revision)
 
-    async def _feed_all(self, channel: Channel, fed: set[str], tasks: anyio.abc.TaskGroup) -> None:
+    async def _feed_all(self, tasks: anyio.abc.TaskGroup) -> None:
         """Begin to feed each durable as it is declared."""
+        fed: set[str] = set()
         while True:
             for spec in list(self._follower.index.durables.values()):
                 if spec.name not in fed:
                     fed.add(spec.name)
-                    tasks.start_soon(self._feed, channel, spec)
+                    tasks.start_soon(self._anew, partial(self._feed, spec))
             await self._follower.changed()
 
-    async def _feed(self, channel: Channel, spec: DurableSpec) -> None:
+    async def _feed(self, spec: DurableSpec, channel: Channel) -> None:
         """For ever; a queue that never answers since the server was killed at its birth is made anew."""
-        is_new = False
-        while True:
-            try:
-                await self._feed_queue(channel, spec, is_new=is_new)
-            except* _StillbornQueueError:
-                log.warning("a queue that does not answer since its birth is made anew", durable=spec.name)
-                async with self._link.channel() as other:
-                    await other.delete(work_queue(self._run, spec.name))
-                is_new = True
+        try:
+            await self._feed_queue(spec, channel)
+        except* _StillbornQueueError:
+            log.warning("a queue that does not answer since its birth is made anew", durable=spec.name)
+            await self._state.save(position_key(spec.name), position_bytes(0, is_young=True), None)
+            async with self._link.channel() as other:
+                await other.delete(work_queue(self._run, spec.name))
 
-    async def _feed_queue(self, channel: Channel, spec: DurableSpec, *, is_new: bool) -> None:
+    async def _feed_queue(self, spec: DurableSpec, channel: Channel) -> None:
         key = position_key(spec.name)
         found = await self._state.load(key)
         position, is_young = read_position(found[0]) if found else (0, True)
-        if is_new or not await is_there(self._link, work_queue(self._run, spec.name)):
+        if not await is_there(self._link, work_queue(self._run, spec.name)):
             position = 0  # a new queue, or one that was lost with all that was fed: what is done already is done again, harmlessly
-        await declare_work(channel, self._run, spec.name)
+        await declare_dead(channel, self._run)
+        try:
+            await declare_work(channel, self._run, spec.name)
+        except SilentError as error:
+            if is_young:
+                raise _StillbornQueueError from error
+            raise
         feeding = _Feeding(channel, self._run, spec.name, position, is_young=is_young)
         async with self._read(tuple(spec.filters), position) as records, anyio.create_task_group() as tasks:
             tasks.start_soon(self._save_positions, key, feeding)
@@ -249,9 +267,15 @@ class Dispatcher:
 
     async def _return_dead(self, confirmed: Channel) -> None:
         """What its queue handed out too often goes back with its count: the pipeline gives it up, and says why."""
-        async with self._link.channel(prefetch=16) as channel:
+        await declare_dead(confirmed, self._run)
+        async with self._link.channel(prefetch=16) as channel, anyio.create_task_group() as tasks:
             incoming = Incoming(channel)
-            await incoming.open_queue(dead_queue(self._run))
+            try:
+                await incoming.open_queue(dead_queue(self._run))
+            except SilentError:
+                await self._renew_dead()
+                raise
+            tasks.start_soon(self._note_settled)
             while True:
                 message = await incoming.next()
                 found = read_task(message)
@@ -261,14 +285,26 @@ class Dispatcher:
                     await publish_task(confirmed, self._run, again)
                 await channel.ack(message)
 
+    async def _note_settled(self) -> None:
+        await anyio.sleep(queues.SETTLE_S)
+        if await self._state.load(_DEAD_SETTLED_KEY) is None:
+            await self._state.save(_DEAD_SETTLED_KEY, b"", None)
+
+    async def _renew_dead(self) -> None:
+        """Delete the dead-letter queue if its server was killed at its birth."""
+        if await self._state.load(_DEAD_SETTLED_KEY) is None:
+            log.warning("the dead-letter queue does not answer since its birth and is made anew", run=self._run)
+            async with self._link.channel() as other:
+                await other.delete(dead_queue(self._run))
+
 
 class _Feeding:
     """One durable's way from the log into its queue: many tasks at a time, the position behind the oldest unconfirmed."""
 
     def __init__(self, channel: Channel, run: str, durable: str, position: int, *, is_young: bool) -> None:
         self.position = position
-        self._is_young: Final = is_young
-        """Nothing fed into the queue has been noted yet: it may be made anew without loss."""
+        self._may_be_stillborn = is_young
+        """Nothing fed into the queue has been noted or confirmed yet: it may be made anew without loss."""
         self._channel: Final = channel
         self._run: Final = run
         self._durable: Final = durable
@@ -293,15 +329,17 @@ class _Feeding:
         try:
             while True:
                 try:
-                    with anyio.move_on_after(_STILLBORN_S if self._is_young else None) as scope:
+                    with anyio.move_on_after(_STILLBORN_S if self._may_be_stillborn else None) as scope:
                         await publish_task(self._channel, self._run, Task.of(self._durable, record))
-                    if scope.cancelled_caught:
+                    if not scope.cancelled_caught:
+                        break
+                    if self._may_be_stillborn:
                         raise _StillbornQueueError
-                    break
                 except aiormq.exceptions.DeliveryError:
                     await anyio.sleep(0.2)  # the queue refuses for now: try again
         finally:
             self._window.release()
+        self._may_be_stillborn = False
         place[1] = True
         while self._under_way and self._under_way[0][1]:
             self.position = int(self._under_way.popleft()[0])

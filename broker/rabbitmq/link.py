@@ -33,6 +33,8 @@ logging.getLogger("aiormq.connection").setLevel(logging.CRITICAL)
 LOST: Final = (aiormq.exceptions.AMQPError, aiormq.exceptions.ChannelInvalidStateError, ConnectionError, OSError)
 """What a broken connection raises: whatever was under way may or may not have happened."""
 _OPEN_S: Final = 10.0
+_CLOSE_S: Final = 5.0
+"""aiormq waits two seconds for the server's farewell."""
 _OF_NATS: Final = ("token_file", "creds_file", "nkey_seed_file", "tls_hostname")
 HEARTBEAT_S: Final = 5
 """A server or client that is silent for two of these is given up; what it held goes to others."""
@@ -106,6 +108,9 @@ class Link:
     async def channel(self, *, confirms: bool = False, prefetch: int = 0) -> AsyncGenerator[Channel]:
         """A channel of the present connection; waits for one.
 
+        A connection that opens none is given up: RabbitMQ reads nothing more from one with some hundred publishes for a channel
+        that is blocked, as by a queue without a leader, and both sides take it for sound.
+
         Raises:
             LOST: the connection broke meanwhile.
         """
@@ -114,7 +119,11 @@ class Link:
         if connection is None:
             raise ConnectionResetError("the connection is closed")
         channel = connection.channel(publisher_confirms=confirms, on_return_raises=confirms)
-        await guarded(channel.initialize(timeout=_OPEN_S))
+        try:
+            await guarded(channel.initialize(timeout=_OPEN_S))
+        except TimeoutError as error:
+            await self._give_up(connection)
+            raise ConnectionResetError("the connection opens no channel any more") from error
         try:
             found = Channel(await guarded(channel.get_underlay_channel()))
             if prefetch:
@@ -159,16 +168,27 @@ class Link:
 
     def _use(self, connection: AbstractConnection, url: str) -> None:
         self._connection, self.url = connection, without_secret(url)
-        self._lost = lost = asyncio.Event()
+        self._lost = asyncio.Event()
 
         def closed(_sender: object, error: BaseException | None) -> None:
-            self.state.set(connected=False, error=f"{type(error).__name__}: {error}"[:200])
-            self._connected.clear()
-            lost.set()
+            self._lose(connection, f"{type(error).__name__}: {error}")
 
         connection.close_callbacks.add(closed)
         self.state.set(connected=True)
         self._connected.set()
+
+    def _lose(self, connection: AbstractConnection, reason: str) -> None:
+        """Note it, once; an earlier connection's end says nothing of the present one."""
+        if connection is self._connection:
+            self._connection = None
+            self.state.set(connected=False, error=reason[:200])
+            self._connected.clear()
+            self._lost.set()
+
+    async def _give_up(self, connection: AbstractConnection) -> None:
+        self._lose(connection, "it opens no channel any more")
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_S), suppress(*LOST):
+            await guarded(connection.close())
 
 
 @asynccontextmanager

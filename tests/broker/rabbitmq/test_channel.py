@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
+from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
 from waiting import wait_until
 
@@ -31,6 +32,9 @@ class Under:
         except asyncio.CancelledError:
             self.cancelled.append(body)
             raise
+
+    async def basic_ack(self, *_arguments, **_others) -> None:
+        await asyncio.Event().wait()
 
     async def basic_consume(self, *_arguments, **_others) -> None:
         await asyncio.Event().wait()
@@ -78,6 +82,14 @@ async def test_a_channel_that_leaves_a_call_unanswered_is_given_up():
         with pytest.raises(ConnectionResetError, match="answers nothing"):
             await Incoming(channel).open_stream("HR_r", 0)
         await channel.until_closed()
+
+
+async def test_an_acknowledgement_that_waits_for_room_in_a_connection_that_is_gone_ends_with_it():
+    under = Under()
+    channel = Channel(under)
+    under.closing.set_result(None)
+    with anyio.fail_after(5), pytest.raises(ConnectionResetError):
+        await channel.ack(DeliveredMessage(Basic.Deliver(delivery_tag=1), None, b"", None), wait=False)
 
 
 class SilentStream:

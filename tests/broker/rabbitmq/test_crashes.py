@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -15,7 +16,7 @@ from broker.conformance.asserting import DEADLINE_S, fill, take, take_and_ack
 from broker.connect import connect
 from broker.local_rabbit import LocalRabbit
 from broker.rabbitmq.parked import Parked, ParkedWork
-from broker.rabbitmq.queues import DELIVERY_LIMIT, work_queue
+from broker.rabbitmq.queues import DELIVERY_LIMIT, is_there, work_queue
 from broker.settings import ConnectSettings
 
 pytestmark = [pytest.mark.resources, pytest.mark.timeout(400)]
@@ -80,6 +81,34 @@ async def test_a_server_killed_under_load_loses_and_doubles_nothing(own_rabbit, 
         assert sorted(read) == sorted(subject.replace(".a.b.", ".c.d.") for subject in confirmed)
         assert len(set(read)) == len(read)
         tasks.cancel_scope.cancel()
+
+
+async def test_queues_whose_server_is_killed_at_their_birth_are_made_anew_and_fed_all(own_rabbit, tmp_path):
+    """Such a queue has no leader and blocks the channel of its first publish: of a connection whose channels wait with more
+    than some hundred publishes RabbitMQ reads nothing more.
+    """
+    settings = ConnectSettings(payload_dir=str(tmp_path / "shared"))
+    durables = [f"d{number}" for number in range(4)]
+    seen: dict[str, set[int]] = {durable: set() for durable in durables}
+
+    async def work(broker: Broker, durable: str) -> None:
+        async with broker.consume(durable, ["hr.r.a.>"], ConsumerSettings()) as deliveries:
+            async for delivery in deliveries:
+                seen[durable].add(delivery.sequence)
+                await delivery.ack()
+
+    async with connect(own_rabbit.url, "r", settings, create=True) as broker:
+        await fill(broker, "a.b", 1000)
+        async with anyio.create_task_group() as tasks:
+            for durable in durables:
+                tasks.start_soon(work, broker, durable)
+            for durable in durables:
+                await wait_until(partial(is_there, broker._link, work_queue("r", durable)), "its queue is born")
+            own_rabbit.kill()
+            await own_rabbit.start()
+            every = set(range(1, 1001))
+            await wait_until(lambda: all(got == every for got in seen.values()), "all is worked on", deadline_s=90)
+            tasks.cancel_scope.cancel()
 
 
 async def test_another_dispatcher_takes_over_when_one_dies(make):
