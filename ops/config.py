@@ -6,19 +6,17 @@ allowed.
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import msgspec.inspect
 
 from ops.config_imports import check_imports
 from ops.config_ranges import check_values
+from ops.config_shape import check_keys, convert
 from ops.engines.commands import SERVER_KINDS
 from ops.engines.plan import check_engine, has_servers
 from ops.training_checks import check_training
@@ -121,7 +119,7 @@ def decode_config(tree: Mapping[str, Any]) -> RunConfig:  # Any: a parsed TOML t
         ConfigError: see the module.
     """
     check_keys(tree, RunConfig, "")
-    config = _convert(tree, RunConfig, "")
+    config = convert(tree, RunConfig, "")
     check_config(config)
     return config
 
@@ -240,7 +238,7 @@ def assembly_settings(config: RunConfig) -> AssemblySettings:
     }
     if config.loss.get("proximal") == "reuse_train":  # exact for one mini-batch a step only
         section = {key: value for key, value in section.items() if key != "mini_batch_groups"}
-    return check_settings(_convert({**section, **tree}, AssemblySettings, "assembly"))
+    return check_settings(convert({**section, **tree}, AssemblySettings, "assembly"))
 
 
 def staleness_bound(config: RunConfig) -> int | None:
@@ -322,60 +320,6 @@ def _index(key: str, items: list[Any], path: str, override: str) -> int:
     if key.isdecimal() and int(key) < len(items):
         return int(key)
     raise ConfigError(f"--set {override}: {path} names none of the {len(items)} tables")
-
-
-def check_keys(
-    tree: Any, kind: type[msgspec.Struct], path: str, *, leave_out: frozenset[str] = frozenset()
-) -> None:  # Any: a TOML tree
-    """Refuse unknown keys by path, with what is allowed and what was probably meant.
-
-    Raises:
-        ConfigError: the first unknown key.
-    """
-    if not isinstance(tree, dict):
-        return
-    table: dict[str, Any] = tree
-    info = msgspec.inspect.type_info(kind)
-    if not isinstance(info, msgspec.inspect.StructType):
-        return
-    fields = {field.encode_name: field for field in info.fields if field.encode_name not in leave_out}
-    tag = info.tag_field
-    for key, value in table.items():
-        where = f"{path}.{key}" if path else key
-        if key == tag:
-            continue
-        if key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{where}: unknown key{hint} Allowed here: {', '.join(sorted(fields))}")
-        _check_value(value, fields[key].type, where)
-
-
-def _check_value(value: Any, kind: msgspec.inspect.Type, where: str) -> None:
-    match kind:
-        case msgspec.inspect.StructType(cls=cls):
-            check_keys(value, cls, where)
-        case msgspec.inspect.ListType(item_type=item) | msgspec.inspect.VarTupleType(item_type=item):
-            if isinstance(value, list):
-                for index, member in enumerate(value):
-                    _check_value(member, item, f"{where}[{index}]")
-        case msgspec.inspect.UnionType(types=members):
-            structs = [member for member in members if isinstance(member, msgspec.inspect.StructType)]
-            if len(structs) == 1:
-                check_keys(value, structs[0].cls, where)
-        case _:
-            return
-
-
-def _convert(tree: Mapping[str, Any], kind: type[Any], path: str) -> Any:
-    try:
-        return msgspec.convert(tree, kind)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        found = re.search(r" - at `\$\.?(.*)`$", text)
-        where = ".".join(part for part in (path, found[1] if found else "") if part)
-        reason = text[: found.start()] if found else text
-        raise ConfigError(f"{where or 'config'}: {reason}") from error
 
 
 def _at_least(path: str, value: float | None, least: int) -> None:

@@ -8,7 +8,8 @@ import msgspec
 
 from ops.arena.config import ArenaConfigError, ArenaServerConfig, checked, load_config
 from ops.arena.quickstart import quickstart_config
-from ops.config import RunConfig, check_keys
+from ops.config import RunConfig
+from ops.config_shape import check_keys
 from schemas.errors import ConfigError
 
 

@@ -29,7 +29,8 @@ import psutil
 
 from broker.rights import inbox_prefix
 from ops.arena_access import LOCAL, uses_arena
-from ops.config import RunConfig, check_keys, load_config
+from ops.config import RunConfig, load_config
+from ops.config_shape import check_keys
 from ops.engines.plan import has_servers
 from ops.nodes.ranks import RankGroup, RankMember
 from schemas.errors import ConfigError

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from ops.config import RunConfig, assembly_settings, check_keys
+from ops.config import RunConfig, assembly_settings
+from ops.config_shape import check_keys, convert
 from ops.nodes.ranks import SESSION_ENV
 from ops.training_checks import publishes_adapter
 from ops.workers.partitioning import Planner, partition_settings
@@ -198,13 +199,12 @@ def _mini_batch_groups(config: RunConfig, groups_per_step: int) -> int:
 def _strict(table: dict[str, Any], kind: type[S], path: str) -> S:  # Any: a TOML table
     check_keys(table, kind, path)
     try:
-        return msgspec.convert(table, kind)
-    except (msgspec.ValidationError, ValueError, TrainingError) as error:
+        return convert(table, kind, path)
+    except ConfigError:
+        raise
+    except (ValueError, TrainingError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
 def _made(kind: type[S], path: str, **values: object) -> S:
-    try:
-        return msgspec.convert(values, kind)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    return convert(values, kind, path)

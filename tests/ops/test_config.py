@@ -47,7 +47,12 @@ def test_every_example_is_a_valid_config_or_says_what_it_is(path: Path) -> None:
             r"rollout\.max_context_tokens: expected at least 11",
         ),
         ({"training": {"backend": "tourch"}}, r"training\.backend: expected one of .*did you mean 'torch'"),
-        ({"engine": {"kind": "vlm"}}, r"engine\.kind"),
+        (
+            {"engine": {"kind": "vlm"}},
+            r"engine\.kind: expected one of builtin, scripted, vllm, sglang, found 'vlm'; did you mean 'vllm'\?",
+        ),
+        ({"streams": [{**STREAM, "runner": "x"}]}, r"streams\[0\]\.runner: expected one of arena, .*, found 'x'"),
+        ({"assembly": {"aggregation": "sum"}}, r"assembly\.aggregation: expected one of token_mean, .*, found 'sum'"),
         ({"run": {"id": "a.b"}}, r"run\.id: a run id is"),
         ({"streams": []}, r"streams"),
         ({"streams": [dict(STREAM), dict(STREAM)]}, r"streams"),

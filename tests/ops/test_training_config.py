@@ -58,7 +58,11 @@ def test_what_can_not_work_is_refused_without_torch(training, sections, words):
     [
         ({"advantages": {"discont": 1.0}}, {}, r"training\.advantages\.discont: unknown key; did you mean 'discount'"),
         ({"advantages": {"discount": 2.0}}, {}, r"training\.advantages: discount: expected 0 to 1"),
-        ({"advantages": {"kl_reward": {"coef": -1.0}}}, {}, r"training\.advantages: .*kl_penalty\.coef is -1"),
+        (
+            {"advantages": {"kl_reward": {"coef": -1.0}}},
+            {},
+            r"training\.advantages\.kl_reward: .*kl_penalty\.coef is -1",
+        ),
         ({"reference": "x"}, {}, r"training\.reference: neither loss\.kl_penalty nor"),
         ({"teacher": "x"}, {}, r"loss\.distillation: distillation needs a teacher"),
         ({}, {"distillation": {"coef": 1.0}}, r"training\.teacher: distillation needs a teacher"),
