@@ -12,7 +12,7 @@ from typing import Final
 import anyio.to_thread
 import msgspec
 
-from ops.arena_access import LOCAL, uses_arena
+from ops.arena_access import LOCAL
 from ops.config import RunConfig, load_config, run_streams
 from ops.doctor.checks import (
     Finding,
@@ -43,11 +43,12 @@ from ops.doctor.probe import (
 )
 from ops.doctor.servers import probe_servers
 from ops.doctor.topology import check_topology
+from ops.extras import needed_extras, needs_torch
 from ops.local_arena import local_arena_config
 from ops.nodes.file import Cluster, is_topology, load_cluster, node_config
 from ops.run_folder import RunFolder, RunFolderError
 from ops.running.source import find_source
-from schemas.config import BrokerSection, EngineKind
+from schemas.config import BrokerSection
 from schemas.errors import ConfigError
 
 _CREDENTIAL_FILES: Final = ("password_file", "token_file", "creds_file", "nkey_seed_file", "tls_key_file")
@@ -137,20 +138,11 @@ def _packages(config: RunConfig | None) -> list[Finding]:
         packages = probe_packages()
     except metadata.PackageNotFoundError:
         return [error("packages", "headrace is not installed in this Python", "pip install -e . in its folder")]
-    wanted = ["train"] if config is not None and _needs_torch(config) else []
-    if config is not None and config.arena.url == LOCAL and uses_arena(config):
-        wanted.append("arena")
-    if config is not None and (config.broker.creds_file or config.broker.nkey_seed_file):
-        wanted.append("auth")
-    return check_packages(packages, wanted_extras=wanted)
-
-
-def _needs_torch(config: RunConfig) -> bool:
-    return config.training.backend != "standin" or config.engine.kind is EngineKind.BUILTIN
+    return check_packages(packages, wanted_extras=needed_extras(config) if config is not None else ())
 
 
 async def _torch(config: RunConfig | None) -> list[Finding]:
-    if config is not None and not _needs_torch(config):
+    if config is not None and not needs_torch(config):
         return [ok("torch", "not needed by this config")]
     trains = config is not None and config.training.backend != "standin"
     facts = await anyio.to_thread.run_sync(probe_torch, msgspec.json.encode(config) if trains else b"")

@@ -44,7 +44,7 @@ from ops.running.starting import (
     first_of,
     has_local_arena,
     keep_endpoints,
-    look_after,
+    looked_after,
     prepare,
     reach_arena,
 )
@@ -121,6 +121,7 @@ async def control_run(
                         made_streams(site, url, settings, stopped) as broker,
                         recorded(recording, broker, tasks) as kept,
                         _ended(supervisor),
+                        looked_after(tasks, site, folder, broker, supervisor),
                     ):
                         start = await _announce_start(config, broker, prepared_digest(folder))
                         await _tell_nodes(site, broker, secrets)
@@ -128,7 +129,6 @@ async def control_run(
                         progress = Progress(config)
                         tasks.start_soon(progress.follow, broker, on_progress)
                         async with bridged(source, broker, progress) as bridge:
-                            tasks.start_soon(look_after, site, folder, broker, supervisor)
                             ends = [bridge.ended] if bridge else []
                             await _work(site, folder, secrets, supervisor, broker, start, stopped, *ends)
                         await _dismiss(site, supervisor, broker)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Final
 from urllib.parse import urlsplit
 
 import anyio
+import anyio.abc
 import msgspec
 
 from broker.api import Broker
@@ -13,6 +16,7 @@ from broker.settings import ConnectSettings
 from ops.arena_access import LOCAL, uses_arena
 from ops.config import RunConfig
 from ops.engines.server_process import free_port
+from ops.extras import check_torch_is_there
 from ops.local_arena import local_arena_config
 from ops.metrics.serving import serve_metrics
 from ops.nodes.asking import ARENA_KEY, state_bytes
@@ -43,8 +47,10 @@ async def prepare(folder: RunFolder, supervisor: Supervisor, stopped: anyio.Even
     """Make or check the policy, and what only torch can check, in a process of its own: this one stays light.
 
     Raises:
+        ConfigError: an extra is missing.
         ProcessGivenUpError, RunInterruptedError.
     """
+    check_torch_is_there(folder.read_config())
     process = await supervisor.start(
         ProcessSpec(
             name="prepare",
@@ -128,6 +134,24 @@ async def look_after(site: Site, folder: RunFolder, broker: Broker, supervisor: 
             tasks.start_soon(watch.run)
             if site.config.metrics.port:
                 tasks.start_soon(serve_metrics, site.config.metrics, WATCHDOG, watch.reports)
+
+
+@asynccontextmanager
+async def looked_after(
+    tasks: anyio.abc.TaskGroup, site: Site, folder: RunFolder, broker: Broker, supervisor: Supervisor
+) -> AsyncGenerator[None]:
+    """The same until it is left: no broker is missed that its owner closes."""
+    scope = anyio.CancelScope()
+
+    async def look() -> None:
+        with scope:
+            await look_after(site, folder, broker, supervisor)
+
+    tasks.start_soon(look)
+    try:
+        yield
+    finally:
+        scope.cancel()
 
 
 async def first_of(*events: anyio.Event) -> None:
