@@ -19,7 +19,7 @@ from broker.errors import BrokerError
 from ops.nodes.roll import UNANSWERED, NodeCalls
 from ops.status import service_of
 from pipeline.metrics import REPORT_PERIOD_S, REPORT_PREFIX, Metrics, WorkerReport, report_subject
-from pipeline.presence import dead_nodes, missing, roll_call
+from pipeline.presence import dead_nodes, ever_present, missing
 from pipeline.watchdog import BROKER, GONE_PREFIX, STUCK_PREFIX, WATCHDOG, Load, Stuck, Watchdog, WatchSettings
 from schemas.config import WatchdogSection
 
@@ -89,8 +89,10 @@ class RunWatch:
         )
 
     async def _count_nodes(self) -> None:
-        """Tell nodes of which no process is left, or whose supervisor is silent."""
-        presences, now_s = await roll_call(self._broker), self._now()
+        """Tell nodes of which no process is left, or whose supervisor is silent; let workers go that took their leave."""
+        everybody, now_s = await ever_present(self._broker), self._now()
+        self._dog.dismiss({one.worker for one in everybody if one.left})
+        presences = [one for one in everybody if not one.left]
         heard = {worker for worker, heard_s in self._heard.items() if now_s - heard_s <= self._silent_after_s}
         without_process = dead_nodes(presences, missing(presences, heard=frozenset(heard), now=time.time()))
         gone = dict.fromkeys(self._calls.gone(), UNANSWERED) | dict.fromkeys(

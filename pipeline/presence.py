@@ -117,9 +117,14 @@ class PresenceLease:
 
 async def roll_call(broker: Broker) -> list[Presence]:
     """Every process that did not end in good order, living or dead."""
+    return [one for one in await ever_present(broker) if not one.left]
+
+
+async def ever_present(broker: Broker) -> list[Presence]:
+    """Every process that is on the roll, those that ended in good order included."""
     found = await broker.list_state(_PREFIX)
     presences = [msgspec.msgpack.decode(data, type=Presence) for data, _ in found.values()]
-    return sorted((one for one in presences if not one.left), key=lambda one: (one.place, one.slot))
+    return sorted(presences, key=lambda one: (one.place, one.slot))
 
 
 async def forget_missing(broker: Broker, *, now: float) -> None:

@@ -13,7 +13,7 @@ how that is told, nor a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -113,6 +113,11 @@ class Watchdog:
                 self._load_since.setdefault(stage, now_s)
             else:
                 self._load_since.pop(stage, None)
+
+    def dismiss(self, workers: Collection[str]) -> None:
+        """These took their leave in good order: nobody waits for a word of them."""
+        for key in [key for key in self._known if key[1] in workers]:
+            del self._known[key]
 
     def forget(self, now_s: float) -> None:
         """Drop workers that others have followed: they were started again."""

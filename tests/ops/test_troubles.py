@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
@@ -263,6 +264,26 @@ async def test_a_node_of_which_no_process_is_left_is_named_by_the_watchdog():
     await long_ago.leave()
     await watch.look()
     assert not watch.metrics.gauges
+
+
+async def test_a_worker_that_took_its_leave_is_not_missed_and_one_that_fell_silent_is(wait_until):
+    broker, clock = MemoryBroker(MemoryServer(), "r"), [0.0]
+    lease = PresenceLease(broker, "rewards.0", ["rewards"], now=time.time)
+    await lease.renew()
+    watch = RunWatch(broker, WatchdogSection(), now=lambda: clock[0])
+    own = f"{socket.gethostname()}:{os.getpid()}"
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch.run)
+        await anyio.wait_all_tasks_blocked()
+        await broker.announce(report_subject("r", "rewards"), msgspec.msgpack.encode(report("rewards", worker=own)))
+        await wait_until(lambda: watch._heard)
+        tasks.cancel_scope.cancel()
+    clock[0] = 3600.0
+    await watch.look()
+    assert [(one.stage, one.kind, one.worker) for one in watch.stuck] == [("rewards", "silent", own)]
+    await lease.leave()
+    await watch.look()
+    assert not watch.stuck
 
 
 async def test_an_arena_that_does_not_answer_is_told_until_it_does():
