@@ -99,9 +99,12 @@ def _model_folder(config: RunConfig, folder: RunFolder) -> str:
     if config.engine.kind is EngineKind.SCRIPTED and config.training.backend == "standin":
         write_tokenizer_files(folder.policy, max_context=config.rollout.max_context_tokens)
         return str(folder.policy)
-    from stages.policy.tiny import PolicySpec  # noqa: PLC0415 - torch and transformers, only where something is made
+    import torch  # noqa: PLC0415 - only where something is made
+
+    from stages.policy.tiny import PolicySpec  # noqa: PLC0415 - same
     from stages.policy.warmup import WarmUpSettings, warm_policy_folder  # noqa: PLC0415
 
+    torch.set_num_threads(1)  # whoever makes it, a start or a replay: the same bits
     policy = config.policy
     spec = PolicySpec(
         hidden_size=policy.hidden_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from ops.config import RunConfig, decode_config
 from ops.policy_folder import policy_folder, prepare_policy, prepared_digest, weights_digest
@@ -51,3 +52,24 @@ def test_a_folder_that_is_no_model_is_refused_by_what_it_lacks(tmp_path: Path) -
     )
     with pytest.raises(ConfigError, match=r"lacks config\.json, tokenizer\.json, model\.safetensors"):
         prepare_policy(config, folder)
+
+
+def test_the_built_in_policy_is_the_same_however_many_threads_its_maker_has(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    config = decode_config(
+        {
+            "policy": {"hidden_size": 16, "num_heads": 2, "warmup_max_updates": 1, "warmup_conversations": 8},
+            "streams": [{"name": "reverse", "stream_id": "reverse"}],
+            "arena": {"url": "local"},
+        }
+    )
+    before, made = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            made.append(prepare_policy(config, folder))
+    finally:
+        torch.set_num_threads(before)
+    assert made[0] == made[1]
