@@ -13,6 +13,7 @@ from typing import Final
 import cyclopts
 
 from ops import VERSION
+from ops.cli.pipes import forget_stdout, reader_is_gone
 from pipeline.logs import set_up_logs
 
 EPILOGUE: Final = "Start here:  headrace run examples/quickstart.toml"
@@ -89,6 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_logs(process=given[0] if given else "headrace", level="WARNING")
     try:
         result = build_app(given[0] if given else "")(given, result_action="return_value")
+        sys.stdout.flush()
     except KeyboardInterrupt:  # before the command listens to signals itself
         return 128 + signal.SIGINT
+    except (OSError, BaseExceptionGroup):
+        if not reader_is_gone():
+            raise
+        forget_stdout()
+        return 128 + signal.SIGPIPE
     return result if isinstance(result, int) else 0

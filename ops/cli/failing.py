@@ -9,6 +9,7 @@ from typing import Final
 
 from broker.errors import BrokerError
 from ops.arena.config import ArenaConfigError
+from ops.cli.pipes import reader_is_gone
 from ops.run_folder import RunFolderError
 from pipeline.errors import PipelineError
 from schemas.errors import SchemaError
@@ -35,6 +36,8 @@ def plain_errors(*more: type[Exception]) -> Generator[None]:
         yield
     except (Exception, BaseExceptionGroup) as raised:
         error = unfolded(raised)
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            raise error from None
         if isinstance(error, (*KNOWN, *more)):
             sys.stderr.write(f"headrace: {error}\n")
             exit_code: int = getattr(error, "exit_code", EXIT_FAILED)

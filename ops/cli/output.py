@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ops.cli.pipes import forget_stdout
 from ops.stopping import until_stopped
 
 
@@ -19,9 +20,16 @@ def write_json(value: object) -> None:
     sys.stdout.flush()
 
 
+class _Stdout(Console):
+    """Says that nobody reads any more by the error that any other writer gets."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Stdout for people: as wide as the terminal."""
-    return Console(highlight=False)
+    return _Stdout(highlight=False)
 
 
 def progress_bar(*, quiet: bool) -> Progress:
@@ -59,5 +67,5 @@ def run_until_interrupt(work: Callable[[], Awaitable[None]]) -> bool:
         anyio.run(whole)
     except* BrokenPipeError:
         interrupted = True
-        sys.stderr.close()
+        forget_stdout()
     return interrupted
