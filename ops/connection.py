@@ -45,8 +45,8 @@ class OpenedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_run(target: str | None) -> RunFolder:
-    """The folder that a person means: a run folder's path, a run's name below ./runs, or, with None, the newest there. A
-    topology file means the folder of one of its nodes on this machine, the control node's before others'.
+    """The folder that a person means: a run folder's path, a run's name below ./runs, or, with None, the newest there (of a
+    run's nodes one that has the log). A topology file means the folder of one of its nodes on this machine, the control node's before others'.
 
     Raises:
         RunFolderError: there is no such run.
@@ -64,7 +64,14 @@ def find_run(target: str | None) -> RunFolder:
     )
     if not candidates:
         raise RunFolderError("no run below ./runs: name a run's folder, or give --url and --run")
-    return RunFolder(candidates[-1].parent)
+    newest = RunFolder(candidates[-1].parent)
+    if newest.read_endpoints().node and not newest.nats.is_dir():
+        for beside in newest.path.parent.glob(
+            "*/endpoints.json"
+        ):  # a node whose server's store can be served when the run is over
+            if (other := RunFolder(beside.parent)).nats.is_dir():
+                return other
+    return newest
 
 
 def _node_folder(topology: str) -> RunFolder:

@@ -80,7 +80,7 @@ class RunFolder:
             except OSError as error:
                 file.seek(0)
                 raise RunFolderError(
-                    f"run.dir {self.path}: another run holds it (pid {file.read().strip() or 'unknown'}); "
+                    f"run.dir {self.path}: it is in use (pid {file.read().strip() or 'unknown'}); "
                     "stop that one, or set run.dir to another folder"
                 ) from error
             file.truncate(0)

@@ -62,7 +62,9 @@ def _print(found: RunStatus, console: Console) -> None:
         f"   payloads {log.payload_bytes / 1e6:,.1f} MB   {log.connected_url}"
     )
     if not found.is_running:
-        console.print("not running; this is what its log holds. `headrace run` with its config goes on", style="yellow")
+        console.print(
+            "not running; this is what its log holds. the command that started it goes on with it", style="yellow"
+        )
     if found.asked.word:
         why = f" ({found.asked.reason})" if found.asked.reason else ""
         told = f"{found.asked.word} for {duration(found.unix_time_s - found.asked.since_unix_s)}{why}: `headrace resume` goes on"

@@ -97,7 +97,7 @@ async def test_a_second_run_in_the_same_folder_is_refused(headrace, tmp_path) ->
         await run.wait_for_step(1)
         async with headrace("--steps", "1", folder=tmp_path / "run") as second:
             assert await second.process.wait() == 1
-        assert b"another run holds it" in second.stderr
+        assert b"it is in use (pid" in second.stderr
         assert second.stderr.count(b"\n") == 1
 
 

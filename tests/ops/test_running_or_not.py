@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import anyio
 import msgspec
@@ -13,7 +14,7 @@ import pytest
 
 from broker.connect import connect
 from broker.embedded import embedded_server
-from ops.connection import look_at_run
+from ops.connection import find_run, look_at_run
 from ops.run_folder import Endpoints, RunFolder
 from pipeline.log import RunLog
 from pipeline.presence import PresenceLease
@@ -135,3 +136,15 @@ def test_who_only_looks_at_a_folder_leaves_what_another_process_said(tmp_path) -
     with folder.lock():
         assert folder.is_ready(1)
     assert folder.is_ready(1)
+
+
+def test_the_newest_run_of_several_nodes_is_looked_at_where_its_log_is(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for age_s, node in enumerate(("rollout-1", "head", "rollout-2")):
+        folder = RunFolder(Path("runs") / "cluster" / node)
+        folder.create()
+        folder.write_endpoints(Endpoints(run="cluster", node=node, broker_url="nats://127.0.0.2:4222"))
+        os.utime(folder.endpoints_file, (age_s, age_s))
+    assert find_run(None).path.name == "rollout-2"
+    (Path("runs") / "cluster" / "head" / "nats").mkdir()
+    assert find_run(None).path.name == "head"
