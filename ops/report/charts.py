@@ -128,7 +128,8 @@ def short(value: float) -> str:
         if size >= factor * (10 if unit == "k" else 1):
             return f"{value / factor:.3g}{unit}"
     if size < 1e-3:
-        return f"{value:.1e}"
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     return f"{value:,.0f}" if size >= 1000 or value == int(value) else f"{value:.3g}"
 
 

@@ -196,7 +196,7 @@ def _gateways(model: Model) -> Table:
             Text(f"{failed}", style="red" if failed else "dim"),
         )
     if not table.row_count:
-        table.add_row(Text("none says anything", style="dim"), *[""] * 6)
+        table.add_row(Text("none", style="dim"), *[""] * 6)
     return table
 
 
