@@ -1,8 +1,10 @@
 """Advantages that need token values: KL in the reward, GAE with the critic's values, normalisation over all ranks.
 
     row reward ─ at its last trained token ─┐
-    −coef·KL(behaviour ‖ reference) ────────┴─ GAE over tokens or turns ─ normalisation ─▶ advantages, returns
+    −coef·KL(behaviour ‖ reference) ────────┴─ GAE over tokens ─ normalisation ─▶ advantages, returns
 
+With turns as steps the KL reward is no part of the return: it is added to each token's advantage afterwards. A turn has one advantage
+for all its tokens, and the sum of their KL would be charged to every one of them and to the critic's targets.
 With any estimator but gae the manifest's advantages stand, and the KL rewards still to come are added to them.
 Knows micro-batches and tensors. Shapes: T tokens of a pack, R its rows.
 """
@@ -125,10 +127,11 @@ def _estimate(
         later = gae(kl_T, None, mask_T, rows, discount=settings.discount, gae_lambda=1.0).advantages_T
         return torch.where(mask_T, batch.loss.advantages_T, 0) + later, torch.zeros_like(kl_T)
     turns_T = row.turns_T if settings.unit == "turn" else None
-    rewards_T = place_rewards(row.reward_R, mask_T, rows) + kl_T
+    outcome_T = place_rewards(row.reward_R, mask_T, rows)
+    rewards_T = outcome_T + kl_T if turns_T is None else outcome_T
     lambda_R = lambdas(settings.gae_lambda, num_steps(mask_T, rows, turns_T), dtype=torch.float32)
     found = gae(rewards_T, values_T, mask_T, rows, discount=settings.discount, gae_lambda=lambda_R, turn_ids_T=turns_T)
-    return found.advantages_T, found.returns_T
+    return found.advantages_T if turns_T is None else found.advantages_T + kl_T, found.returns_T
 
 
 def _normalised(
