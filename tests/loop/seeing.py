@@ -13,6 +13,7 @@ import anyio
 import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_until
 
 from broker.api import Broker
 from ops.metrics.serving import STRIDE
@@ -136,10 +137,14 @@ class Watched:
         assert set(found) == set(places), f"{kind}: named only in {found}"
         return {name: found[name] for name in places}
 
-    async def until_well(self, kind: str, what: str, alert: str) -> None:
+    async def until_well(self, kind: str, what: str, alert: str, *, deadline_s: float = 90.0) -> None:
         """Until it is named no more, and its alert is over."""
-        while self.names(kind, what) or alert in self.alerts.fires:
-            await anyio.sleep(0.2)
+        await wait_until(
+            lambda: not self.names(kind, what) and alert not in self.alerts.fires,
+            f"the end of {kind} {what}",
+            deadline_s=deadline_s,
+            every_s=0.2,
+        )
 
     def names(self, kind: str, what: str) -> bool:
         """Whether top names it now."""

@@ -75,8 +75,7 @@ async def test_faults_of_one_machine(headrace, tell) -> None:
         ):
             async with fault:
                 tell(name, await seen.until_named(kind, what, alert))
-            with anyio.fail_after(90):  # a stage's last word is told for a minute
-                await seen.until_well(kind, what, alert)
+            await seen.until_well(kind, what, alert)  # a stage's last word is told for a minute
             await run.wait_for_step(seen.model.trained_step + 3)
         async with poison(run):
             tell("dead letter", await seen.until_named("dead letters", "rewards", "HeadraceDeadLetters"))
@@ -109,14 +108,16 @@ async def test_an_engine_server_that_answers_no_more(headrace, with_servers, tel
         server.suspend()
         found = await seen.until_named("engine quarantined", "extra", "HeadraceEngineQuarantined")
         tell("engine's server stopped", found)
-        with anyio.fail_after(60):  # nobody may start it again: it is named for as long as it is away
-            while "waiting for the server" not in seen.model.engines["extra"].reason:
-                assert seen.names("engine quarantined", "extra")
-                await anyio.sleep(0.1)
+
+        def is_waited_for() -> bool:
+            """Nobody may start it again: it is named for as long as it is away."""
+            assert seen.names("engine quarantined", "extra")
+            return "waiting for the server" in engines["extra"].reason
+
+        await wait_until(is_waited_for, "the server to be waited for", deadline_s=60)
         assert seen.names("engine quarantined", "extra")
         server.resume()
-        with anyio.fail_after(60):
-            await seen.until_well("engine quarantined", "extra", "HeadraceEngineQuarantined")
+        await seen.until_well("engine quarantined", "extra", "HeadraceEngineQuarantined")
         await run.wait_for_step(seen.model.trained_step + 3)
         run.interrupt()
         assert await run.process.wait() == 130
