@@ -38,6 +38,8 @@ _IN_LAYER: Final = {
 }
 _QKV: Final = "self_attention.linear_qkv.weight"
 _GATE_UP: Final = "mlp.linear_fc1.weight"
+_JOINED: Final = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "mlp.up_proj.weight")
+"""They come along with the first of their fused matrix."""
 _LAYER: Final = re.compile(r"(?:decoder|model)\.layers\.(\d+)\.(.+)")
 PROJECTIONS: Final = {
     "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -124,7 +126,11 @@ def hf_from_megatron(parameters: Mapping[str, Tensor], heads: Heads, stage: Stag
 
 
 def megatron_from_hf(weights: Mapping[str, Tensor], heads: Heads, stage: Stage = WHOLE) -> dict[str, Tensor]:
-    """The inverse: a rank's HF parts as Megatron's parameters."""
+    """The inverse: a rank's HF parts as Megatron's parameters.
+
+    Raises:
+        KeyError: a weight that Megatron's Qwen3 doesn't have.
+    """
     plain = {hf: megatron for megatron, hf in _PLAIN.items()}
     if stage.has_embedding_copy:
         plain[_EMBEDDING] = _MEGATRON_OUTPUT
@@ -147,6 +153,8 @@ def megatron_from_hf(weights: Mapping[str, Tensor], heads: Heads, stage: Stage =
         elif (adapter := _HF_ADAPTER.fullmatch(inner)) is not None:
             matrix = next(name for name, projections in PROJECTIONS.items() if adapter[1] in projections)
             found[f"{target}{matrix}.adapters.{adapter[1]}.{adapter[2]}"] = tensor
+        elif inner not in _JOINED:
+            raise KeyError(name)
     return found
 
 

@@ -44,8 +44,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Its embedding learns nothing as an input, as in transformers."""
     model_type: str = "qwen3"
     rope_theta: float = 10000.0
-    rope_parameters: dict[str, Any] = {}
+    rope_parameters: dict[str, Any] | None = None
     """Of newer folders: rope_theta and rope_type."""
+    rope_scaling: dict[str, Any] | None = None
+    """Of older folders: None is the plain rotary embedding."""
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    hidden_act: str = "silu"
 
     @property
     def padded_vocabulary(self) -> int:
@@ -55,7 +60,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def theta(self) -> float:
         """Base of the rotary frequencies."""
-        return float(self.rope_parameters.get("rope_theta", self.rope_theta))
+        return float((self.rope_parameters or {}).get("rope_theta", self.rope_theta))
+
+    @property
+    def rope_type(self) -> str:
+        """How positions are scaled; "default": not at all."""
+        rope = self.rope_parameters or self.rope_scaling or {}
+        return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def read_shape(folder: str) -> Shape:
@@ -174,9 +185,14 @@ def check_shape(shape: Shape, tensor_parallel: int, pipeline_parallel: int) -> N
         raise TrainingError(
             f"backend megatron converts weights of model_type qwen3, found {shape.model_type}: use backend = fsdp2"
         )
-    kind = shape.rope_parameters.get("rope_type", "default")
-    if kind != "default":
-        raise TrainingError(f"backend megatron knows rope_type default, found {kind}: use backend = fsdp2")
+    for name, known, found in (
+        ("rope_type", "default", shape.rope_type),
+        ("attention_bias", False, shape.attention_bias),
+        ("use_sliding_window", False, shape.use_sliding_window),
+        ("hidden_act", "silu", shape.hidden_act),
+    ):
+        if found != known:
+            raise TrainingError(f"backend megatron knows {name} {known}, found {found}: use backend = fsdp2")
     for name, value in (
         ("num_attention_heads", shape.num_attention_heads),
         ("num_key_value_heads", shape.num_key_value_heads),

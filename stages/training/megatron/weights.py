@@ -140,7 +140,10 @@ class MegatronWeights:
             )
             for name, tensor in of_stage(whole, self.stage).items()
         }
-        found = megatron_from_hf(parts, self._heads, self.stage)
+        try:
+            found = megatron_from_hf(parts, self._heads, self.stage)
+        except KeyError as error:
+            raise TrainingError(f"{folder}: weights don't fit a Qwen3: unknown {error}; use backend = fsdp2") from error
         if found.keys() != targets.keys():
             raise TrainingError(
                 f"{folder}: weights don't fit a Qwen3: missing {sorted(targets.keys() - found.keys())}, "

@@ -1,6 +1,7 @@
 """Megatron-Core beside the plain backend: the same weights there and back, the same gradients, its own checkpoints."""
 
 import json
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,9 +16,13 @@ from training_case import SPEC
 from stages.learning.losses.config import LossConfig
 from stages.learning.losses.kl import KlPenalty
 from stages.policy.tiny import make_policy_folder
+from stages.training.errors import TrainingError
 from stages.training.megatron.convert import Heads, Stage, hf_from_megatron, megatron_from_hf, of_stage, shard
 
 pytest.importorskip("megatron.core")
+
+
+from stages.training.megatron.model import check_shape, read_shape
 
 
 @pytest.fixture
@@ -37,6 +42,30 @@ def test_weights_go_to_megatron_and_back_unchanged(case, num_ranks):
         assert part["model.layers.0.self_attn.q_proj.weight"].shape == (4 * 16 // num_ranks, 32)
         assert back.keys() == part.keys()
         assert all(torch.equal(back[name], part[name]) for name in part)
+
+
+def test_a_weight_that_the_layers_have_no_place_for_is_not_passed_over(case):
+    whole = load_file(f"{case.folder}/policy/model.safetensors")
+    whole["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+    with pytest.raises(KeyError, match=r"q_proj\.bias"):
+        megatron_from_hf(whole, Heads(num_kv_heads=2, head_size=16))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type default, found yarn"),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear"}}, "rope_type default, found linear"),
+        ({"attention_bias": True}, "attention_bias False, found True"),
+        ({"use_sliding_window": True}, "use_sliding_window False, found True"),
+        ({"hidden_act": "gelu"}, "hidden_act silu, found gelu"),
+    ],
+)
+def test_a_qwen3_that_these_layers_would_compute_otherwise_is_refused(case, changed, words):
+    path = Path(case.folder) / "policy" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changed), encoding="utf-8")
+    with pytest.raises(TrainingError, match=words):
+        check_shape(read_shape(str(path.parent)), 1, 1)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
