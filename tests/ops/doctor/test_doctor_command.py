@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker.embedded import EmbeddedServer
+from broker.local_rabbit import LocalRabbit
 from ops.cli import main
 from ops.doctor.checks import Level
 from ops.doctor.examine import examine
@@ -79,9 +80,23 @@ async def test_a_broker_is_known_by_its_greeting(tmp_path):
     await server.start()
     try:
         found = await probe_broker("broker.url", server.url)
+        other = await probe_broker("broker.url", server.url.replace("nats://", "amqp://"))
     finally:
         await server.stop()
     assert (found.error, found.version.split(".")[0]) == ("", "2")
+    assert other.error == "expected a RabbitMQ, and what listens there is none"
+    assert (await probe_broker("broker.url", server.url)).error
+
+
+@pytest.mark.resources
+async def test_a_rabbitmq_is_known_by_its_answer_to_the_protocol_s_header(tmp_path):
+    server = LocalRabbit(tmp_path / "rabbit")
+    await server.start()
+    try:
+        found = await probe_broker("broker.url", server.url)
+    finally:
+        server.kill()
+    assert (found.error, found.url, found.version.split(".")[0]) == ("", f"amqp://127.0.0.1:{server.port}", "3")
     assert (await probe_broker("broker.url", server.url)).error
 
 
