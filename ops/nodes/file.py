@@ -275,7 +275,7 @@ def node_config(cluster: Cluster, node: NodeSection) -> RunConfig:
         broker=broker,
         run=replace(config.run, dir=cluster.run_dir(node.name)),
         gateway=replace(config.gateway, host=node.address),
-        engine=replace(config.engine, host=node.address, count=node.engines),
+        engine=replace(config.engine, host=node.address, count=node.engines if has_servers(config.engine) else None),
         local_arena={**config.local_arena, "host": node.address} if config.local_arena else config.local_arena,
         metrics=replace(config.metrics, host=node.address) if config.metrics.port else config.metrics,
     )

@@ -7,9 +7,11 @@ import pytest
 from topologies import ROLLS_OUT, head
 
 from ops.config import load_config
+from ops.logtools.recorded import config_of
 from ops.nodes.file import is_topology, load_cluster, node_config, this_node
 from ops.running.site import site_of
 from schemas.errors import ConfigError
+from schemas.messages.sampling import RunStarted
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 HEAD = head(*ROLLS_OUT)
@@ -33,7 +35,15 @@ def test_nodes_of_the_example_have_the_quickstart_s_config_but_for_addresses_cou
     for node in cluster.file.nodes:
         told = paths_of(msgspec.to_builtins(node_config(cluster, node)))
         changed = {path for path in alone.keys() | told.keys() if alone.get(path) != told.get(path)}
-        assert changed == {"run.id", "run.dir", "broker.url", "gateway.host", "engine.host", "engine.count"}
+        assert changed == {"run.id", "run.dir", "broker.url", "gateway.host", "engine.host"}
+
+
+def test_every_node_s_config_can_be_read_again_from_the_run_s_log() -> None:
+    cluster = load_cluster(EXAMPLES / "cluster.toml")
+    for node in cluster.file.nodes:
+        config = node_config(cluster, node)
+        started = RunStarted(ordinal=0, config_json=msgspec.json.encode(config), config_digest="", headrace_version="")
+        assert config_of(started) == config
 
 
 def test_three_nodes_with_servers_are_one_cluster_with_three_replicas(tmp_path) -> None:
