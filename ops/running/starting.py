@@ -48,6 +48,7 @@ async def prepare(folder: RunFolder, supervisor: Supervisor, stopped: anyio.Even
 
     Raises:
         ConfigError: an extra is missing.
+        RunFailedError: a setting can't work.
         ProcessGivenUpError, RunInterruptedError.
     """
     check_torch_is_there(folder.read_config())
@@ -64,7 +65,8 @@ async def prepare(folder: RunFolder, supervisor: Supervisor, stopped: anyio.Even
     )
     await first_of(process.finished, supervisor.failed, stopped)
     if supervisor.failure is not None:
-        raise supervisor.failure
+        _, _, reason = process.last_error().partition(": ") if supervisor.failure.for_good else ("", "", "")
+        raise RunFailedError(reason) if reason else supervisor.failure
     if stopped.is_set() and not process.finished.is_set():
         raise RunInterruptedError("interrupted while the policy was made ready; the same command starts again")
 

@@ -42,6 +42,14 @@ class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_delay_s: float = 10.0
 
 
+def _size(path: str) -> int:
+    """In bytes; 0: there is no such file."""
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return 0
+
+
 def changed_at(progress_file: str) -> int:
     """When a file of `ProcessSpec.progress_file` changed, in ns; 0: there is none."""
     try:
@@ -101,6 +109,7 @@ class SupervisedProcess:
         self._now = now
         self._process: anyio.abc.Process | None = None
         self._stopping = False
+        self._log_begins: Final = _size(spec.log_file)
 
     @property
     def pid(self) -> int | None:
@@ -163,12 +172,22 @@ class SupervisedProcess:
             _signal_group(self._process.pid, signal.SIGKILL)
 
     def last_lines(self) -> list[str]:
-        """The end of its log."""
+        """The end of its log, without what it held before this supervisor."""
+        return [_readable(line) for line in self._log_lines()[-LAST_LINES:]]
+
+    def last_error(self) -> str:
+        """The error that its last log line tells, as `Type: words`; empty where it tells none."""
+        entry = _entry((self._log_lines() or [""])[-1])
+        return str(entry.get("error", ""))
+
+    def _log_lines(self) -> list[str]:
         try:
-            text = Path(self.spec.log_file).read_text(encoding="utf-8", errors="replace")
+            with Path(self.spec.log_file).open("rb") as file:
+                file.seek(self._log_begins)
+                text = file.read().decode("utf-8", "replace")
         except OSError:
             return []
-        return [_readable(line) for line in text.splitlines()[-LAST_LINES:]]
+        return text.splitlines()
 
     async def _run_once(self) -> int:
         spec = self.spec
@@ -261,12 +280,19 @@ def python(*arguments: str) -> list[str]:
 
 def _readable(line: str) -> str:
     """A JSON log line as a person reads it, without its traceback; other lines as they are."""
-    try:
-        entry = msgspec.json.decode(line, type=dict[str, object])
-    except msgspec.DecodeError:
+    entry = _entry(line)
+    if not entry:
         return line
     event, level = entry.get("event", ""), entry.get("level", "")
     return " ".join(str(part) for part in (level, event, entry.get("error", "")) if part)
+
+
+def _entry(line: str) -> dict[str, object]:
+    """A JSON log line; empty: another one."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, object])
+    except msgspec.DecodeError:
+        return {}
 
 
 def _exit_text(code: int) -> str:

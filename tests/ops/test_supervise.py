@@ -66,6 +66,16 @@ async def test_a_process_that_dies_too_often_is_given_up_with_its_last_lines(tmp
     assert "the port is taken" in str(caught.value)
 
 
+async def test_a_process_s_last_lines_hold_nothing_of_a_former_supervisor(tmp_path: Path) -> None:
+    for words in ("former", "latter"):
+        code = f"""import json, sys; sys.stderr.write(json.dumps({{"event": "failed", "error": "E: {words}"}})); sys.exit(78)"""
+        process = SupervisedProcess(spec(tmp_path, code))
+        with pytest.raises(ProcessGivenUpError) as raised:
+            await process.run()
+    assert ("former" in str(raised.value), "latter" in str(raised.value)) == (False, True)
+    assert process.last_error() == "E: latter"
+
+
 async def test_log_lines_in_json_are_shown_as_text(tmp_path: Path) -> None:
     code = """import sys; print('{"level": "error", "event": "worker failed", "error": "no disk", "exception": "T"}', file=sys.stderr); sys.exit(1)"""
     with pytest.raises(ProcessGivenUpError, match="error worker failed no disk"):
