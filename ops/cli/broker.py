@@ -12,13 +12,13 @@ import msgspec
 from cyclopts import Parameter
 
 from broker.connect import open_admin
-from broker.errors import TopologyError
+from broker.errors import NotConnectedError, TopologyError
 from broker.jetstream import Admin
 from ops.cli.failing import EXIT_FAILED, plain_errors
 from ops.cli.output import console, write_json
 from ops.config import RunConfig, load_config
-from ops.connection import broker_login
-from ops.run_folder import RunFolder
+from ops.connection import broker_login, check_port
+from ops.run_folder import RunFolder, RunFolderError
 from ops.topology import declared_topology
 
 app = cyclopts.App(name="broker", help="A run's streams and durables on its broker: apply, verify, diff, show.")
@@ -148,6 +148,13 @@ async def _admin(config: RunConfig) -> AsyncGenerator[Admin]:
     if url == "embedded":
         endpoints = folder.read_endpoints()
         url, login = endpoints.broker_url, endpoints.broker_login
+        try:
+            await check_port(url)
+        except NotConnectedError as error:
+            raise RunFolderError(
+                f"run {config.run.id!r} in {folder.path}: its server runs while the run does, and it is not running: start it, or "
+                "name a broker of your own by broker.url"
+            ) from error
     async with open_admin(url, msgspec.structs.replace(login, name="admin")) as admin:
         yield admin
 

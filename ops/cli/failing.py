@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -29,6 +30,17 @@ def unfolded(error: BaseException) -> BaseException:
     return error
 
 
+def _told(error: BaseException) -> str:
+    """Its text; of a file's error the place before the reason."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return (
+            f"{os.fsdecode(error.filename)}: {error.strerror}"
+            if isinstance(error.filename, str | bytes)
+            else str(error)
+        )
+    return str(error)
+
+
 @contextmanager
 def plain_errors(*more: type[Exception]) -> Generator[None]:
     """Turn the errors that a person can mend into one line on stderr and exit code 1."""
@@ -39,7 +51,7 @@ def plain_errors(*more: type[Exception]) -> Generator[None]:
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             raise error from None
         if isinstance(error, (*KNOWN, *more)):
-            sys.stderr.write(f"headrace: {error}\n")
+            sys.stderr.write(f"headrace: {_told(error)}\n")
             exit_code: int = getattr(error, "exit_code", EXIT_FAILED)
             raise SystemExit(exit_code) from None
         raise

@@ -68,4 +68,6 @@ def _show(report: PreflightReport) -> None:
     for problem in problems:
         waived = " (waived)" if problem.waivable and report.allow_unhealthy else ""
         console().print(f"{problem.check}: {problem.text}{waived}", markup=False)
-    console().print("The run may start." if report.passed else "The run should not start.")
+    unhealthy = bool(problems) and all(problem.waivable for problem in problems)
+    waive = " --allow-unhealthy passes over health, as of a stream that has played nothing yet." if unhealthy else ""
+    console().print("The run may start." if report.passed else f"The run should not start.{waive}", markup=False)

@@ -63,7 +63,7 @@ def _print(found: RunStatus, console: Console) -> None:
     )
     if not found.is_running:
         console.print(
-            "not running; this is what its log holds. the command that started it goes on with it", style="yellow"
+            "not running; this is what its log holds; the command that started it goes on with it", style="yellow"
         )
     if found.asked.word:
         why = f" ({found.asked.reason})" if found.asked.reason else ""

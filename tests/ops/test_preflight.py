@@ -55,6 +55,7 @@ def test_health_stops_a_run_unless_it_is_waived(config, capsys) -> None:
     assert main(["preflight", config()]) == 1
     out = capsys.readouterr().out
     assert "health: stream 'sums': 0 of its last 100 tasks ended" in out
+    assert "--allow-unhealthy passes over health" in " ".join(out.split())
     assert "marked-value" not in out
 
 
