@@ -33,7 +33,7 @@ from broker.rabbitmq.beside import running_beside
 from broker.rabbitmq.dispatcher import Dispatcher, position_key, read_position
 from broker.rabbitmq.follower import Follower
 from broker.rabbitmq.index import IndexSnapshot, Kind, LogIndex
-from broker.rabbitmq.link import LOST, ConnectionState, Link, open_link
+from broker.rabbitmq.link import LOST, ConnectionState, Link, open_beside, open_link
 from broker.rabbitmq.parked import ParkedWork
 from broker.rabbitmq.publish import Publisher
 from broker.rabbitmq.queues import (
@@ -174,8 +174,12 @@ class RabbitBroker:
         if not self._dispatches:
             self._dispatches = True
             self._tasks.start_soon(self._dispatcher.run)
-        share = Share(self._link, self.run, durable, settings, self._parked, HOLD_S)
-        async with consume(share) as deliveries:
+        async with (
+            open_beside(
+                self._link
+            ) as link,  # RabbitMQ ends the connection of whoever consumes from a queue killed at its birth
+            consume(Share(link, self.run, durable, settings, self._parked, HOLD_S)) as deliveries,
+        ):
             yield deliveries
 
     async def _declare(self, name: str, filters: list[str], settings: ConsumerSettings) -> None:

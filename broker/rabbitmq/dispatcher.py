@@ -30,7 +30,7 @@ from broker.rabbitmq import queues
 from broker.rabbitmq.channel import Channel, SilentError
 from broker.rabbitmq.follower import Follower
 from broker.rabbitmq.incoming import Incoming
-from broker.rabbitmq.link import LOST, Link
+from broker.rabbitmq.link import LOST, Link, open_beside
 from broker.rabbitmq.parked import ParkedWork
 from broker.rabbitmq.queues import (
     Task,
@@ -111,7 +111,9 @@ class Dispatcher:
         read_log: ReadLog,
         get: Callable[[int], Awaitable[Record | None]],
     ) -> None:
-        self._link: Final = link
+        self._main: Final = link
+        self._link = link
+        """Its own while it runs: a queue that is made anew may take the connection along."""
         self._run: Final = run
         self._owner: Final = owner
         self._follower: Final = follower
@@ -126,11 +128,12 @@ class Dispatcher:
 
     async def run(self) -> None:
         """Dispatch whenever nobody else does, until `stop`."""
-        try:
-            with self._scope:
-                await self._run_on()
-        finally:
-            self._ended.set()
+        async with open_beside(self._main) as self._link:
+            try:
+                with self._scope:
+                    await self._run_on()
+            finally:
+                self._ended.set()
 
     async def _run_on(self) -> None:
         while True:
@@ -328,18 +331,22 @@ class _Feeding:
     async def _publish(self, record: Record, place: list[int | bool]) -> None:
         try:
             while True:
-                try:
-                    with anyio.move_on_after(_STILLBORN_S if self._may_be_stillborn else None) as scope:
-                        await publish_task(self._channel, self._run, Task.of(self._durable, record))
-                    if not scope.cancelled_caught:
-                        break
-                    if self._may_be_stillborn:
-                        raise _StillbornQueueError
-                except aiormq.exceptions.DeliveryError:
-                    await anyio.sleep(0.2)  # the queue refuses for now: try again
+                with anyio.move_on_after(_STILLBORN_S if self._may_be_stillborn else None) as scope:
+                    await self._publish_patiently(record)
+                if not scope.cancelled_caught:
+                    break
+                if self._may_be_stillborn:
+                    raise _StillbornQueueError
         finally:
             self._window.release()
         self._may_be_stillborn = False
         place[1] = True
         while self._under_way and self._under_way[0][1]:
             self.position = int(self._under_way.popleft()[0])
+
+    async def _publish_patiently(self, record: Record) -> None:
+        while True:
+            try:
+                return await publish_task(self._channel, self._run, Task.of(self._durable, record))
+            except aiormq.exceptions.DeliveryError:
+                await anyio.sleep(0.2)  # the queue refuses for now: try again

@@ -85,16 +85,25 @@ class Link:
             f"{self.settings.connect_deadline_s} s, found: {self.state.last_error or 'no answer'}"
         )
 
+    def again(self) -> Link:
+        """One more to the same place, that `keep` is to connect."""
+        other = Link(self._urls, self.settings)
+        other._lost.set()
+        return other
+
     async def keep(self) -> None:
-        """Connect again whenever the connection is lost, for ever."""
+        """Connect whenever there is no connection any more, for ever."""
         while True:
             await self._lost.wait()
             self._connected.clear()
-            log.warning("connection lost; connecting again", broker=self.url, reason=self.state.last_error)
+            is_first = not self.url
+            if not is_first:
+                log.warning("connection lost; connecting again", broker=self.url, reason=self.state.last_error)
             while not await self._try_all():
                 await anyio.sleep(self.settings.reconnect_wait_s)
-            self.state.reconnects += 1
-            log.info("connected again", broker=self.url)
+            if not is_first:
+                self.state.reconnects += 1
+                log.info("connected again", broker=self.url)
 
     async def close(self) -> None:
         """Close for good."""
@@ -118,9 +127,11 @@ class Link:
         connection = self._connection
         if connection is None:
             raise ConnectionResetError("the connection is closed")
-        channel = connection.channel(publisher_confirms=confirms, on_return_raises=confirms)
         try:
+            channel = connection.channel(publisher_confirms=confirms, on_return_raises=confirms)
             await guarded(channel.initialize(timeout=_OPEN_S))
+        except RuntimeError as error:  # aiormq's own for a connection that has just ended
+            raise ConnectionResetError(f"the connection closed meanwhile ({error})") from error
         except TimeoutError as error:
             await self._give_up(connection)
             raise ConnectionResetError("the connection opens no channel any more") from error
@@ -189,6 +200,19 @@ class Link:
         self._lose(connection, "it opens no channel any more")
         with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_S), suppress(*LOST):
             await guarded(connection.close())
+
+
+@asynccontextmanager
+async def open_beside(link: Link) -> AsyncGenerator[Link]:
+    """A connection of its own to where another one goes; made as soon as that can be. What breaks it breaks nothing else."""
+    beside = link.again()
+    try:
+        async with running_beside() as tasks:
+            tasks.start_soon(beside.keep)
+            yield beside
+    finally:
+        with anyio.CancelScope(shield=True):
+            await beside.close()
 
 
 @asynccontextmanager

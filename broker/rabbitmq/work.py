@@ -119,7 +119,7 @@ class Share:
                 log.debug("a worker's share lost its channel", durable=self._durable, reason=str(group.exceptions[0]))
             self._back = None
             self._forget()
-            await anyio.sleep(0.05)
+            await anyio.sleep(0.2)  # a queue killed at its birth ends the connection each time
 
     async def _receive(self, channel: Channel, back: Channel) -> None:
         incoming = Incoming(channel)
