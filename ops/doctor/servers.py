@@ -71,7 +71,9 @@ async def probe_broker(key: str, url: str) -> ServerFacts:
                 while b"\n" not in data and len(data) < _GREETING_BYTES:
                     data += await stream.receive()
         greeting = msgspec.json.decode(data.partition(b"\n")[0].removeprefix(b"INFO "), type=_Greeting)
-    except (OSError, TimeoutError, anyio.EndOfStream, anyio.IncompleteRead) as error:
+    except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError):
+        return ServerFacts(key=key, url=shown, error="it ended the connection before it said what it is")
+    except (OSError, TimeoutError) as error:
         return ServerFacts(key=key, url=shown, error=str(error) or f"no answer within {_DEADLINE_S:.0f} s")
     except msgspec.DecodeError:
         return ServerFacts(key=key, url=shown, error="expected a NATS server, and what listens there is none")

@@ -79,8 +79,11 @@ class Supervisor:
 
     def fail(self, reason: str) -> None:
         """End everything for a reason that is no process's own."""
+        self._fail(ProcessGivenUpError(reason))
+
+    def _fail(self, failure: ProcessGivenUpError) -> None:
         if self.failure is None:
-            self.failure = ProcessGivenUpError(reason)
+            self.failure = failure
             self.failed.set()
 
     async def end(self, name: str) -> bool:
@@ -97,6 +100,6 @@ class Supervisor:
         except ProcessGivenUpError as error:
             log.error("a process is given up", name=process.spec.name)  # noqa: TRY400 - the text holds its last lines
             if process.spec.essential:
-                self.fail(str(error))
+                self._fail(error)
             elif on_given_up is not None:
                 on_given_up(str(error))

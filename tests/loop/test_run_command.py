@@ -110,7 +110,7 @@ async def test_a_second_run_in_the_same_folder_is_refused(headrace, tmp_path) ->
             "training.backend=tourch",
             b"training.backend: expected one of torch, fsdp2, megatron, standin, found 'tourch'",
         ),
-        ("policy.folder=/nowhere", b"policy.folder: /nowhere lacks"),
+        ("policy.folder=/nowhere", b"headrace: policy.folder: /nowhere lacks"),
         ("broker.url=ftp://x", b"broker.url: expected embedded, nats://host:port"),
         ("engine.script=nowhere:nothing", b"engine.script: expected package.module:function that can be imported in"),
     ],
