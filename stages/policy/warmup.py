@@ -32,8 +32,10 @@ from stages.policy.tokenizer import FolderTokenizer, TokenizerError, load_tokeni
 
 log = structlog.get_logger("headrace.policy")
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Raised whenever the same inputs would give other weights."""
+_UNLEARNING: Final = 0.25
+"""Share of the learning rate with which mixed answers are taught: at the whole one the level falls past any target at once."""
 
 
 class WarmUpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +48,7 @@ class WarmUpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_updates: int = 400
     """Of both parts together."""
     check_every: int = 4
+    """Updates between two looks while right answers are taught. Unlearning takes a few updates: there each is looked at."""
     batch_size: int = 64
     lr: float = 2e-3
     seed: int = 0
@@ -118,9 +121,14 @@ def _warm_up(
         (-logps.mean()).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()
-        if update % settings.check_every == 0:
+        if part or update % settings.check_every == 0:
             level = _level(policy, judged)
-            part += level >= settings.skill if part == 0 else level <= settings.target
+            if part:
+                part += level <= settings.target
+            elif level >= settings.skill:
+                part = 1
+                for group in optimizer.param_groups:
+                    group["lr"] = settings.lr * _UNLEARNING
     log.info("policy warmed up", updates=update, finished=part == len(lessons), answer_probability=round(level, 4))
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

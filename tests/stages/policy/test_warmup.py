@@ -2,6 +2,7 @@
 
 import pytest
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 
 from stages.policy.demonstrations import Task, mixed_conversations, right_conversations, shuffled
 from stages.policy.tiny import PolicySpec
@@ -30,6 +31,15 @@ def test_the_same_inputs_give_the_same_weights_and_are_made_once(tmp_path):
     assert (first / "model.safetensors").stat().st_mtime_ns == stamp
     assert warm(tmp_path / "a", lr=0.02).name != first.name
     assert not list(tmp_path.glob("*/.part-*"))
+
+
+def test_it_ends_at_the_level_that_was_asked_for_and_not_far_below(tmp_path):
+    target = 0.6
+    with capture_logs() as logs:
+        warm(tmp_path, skill=0.85, target=target, max_updates=400)
+    (said,) = (one for one in logs if one["event"] == "policy warmed up")
+    assert said["finished"]
+    assert target / 2 < said["answer_probability"] <= target
 
 
 def test_mixed_answers_keep_their_letters_and_their_share():
