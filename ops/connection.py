@@ -80,6 +80,12 @@ def _node_folder(topology: str) -> RunFolder:
         folder = RunFolder(cluster.run_dir(node.name))
         if folder.endpoints_file.is_file():
             return folder
+    for node in cluster.file.nodes:
+        if (pid := RunFolder(cluster.run_dir(node.name)).holder()) is not None:
+            raise RunFolderError(
+                f"{topology}: node {node.name} (pid {pid}) waits on this machine for the run's control node: start that, or end "
+                f"the wait by kill {pid}"
+            )
     raise RunFolderError(f"{topology}: no node of it was started on this machine; run this where one was")
 
 

@@ -30,7 +30,7 @@ def pause(run: str | None = None, /, *, reason: str = "", url: str | None = None
     Parameters
     ----------
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     reason
         Stays on the log; `headrace status` shows it.
     url
@@ -50,7 +50,7 @@ def resume(run: str | None = None, /, *, reason: str = "", url: str | None = Non
     Parameters
     ----------
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     reason
         Stays on the log.
     url
@@ -70,7 +70,7 @@ def drain(run: str | None = None, /, *, reason: str = "", url: str | None = None
     Parameters
     ----------
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     reason
         Stays on the log; `headrace status` shows it.
     url

@@ -180,7 +180,7 @@ def retry(
     mended
         JSON file of the message to handle in its place.
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     url
         Broker of a run whose folder is elsewhere.
     json
@@ -244,7 +244,7 @@ def drop(
     reason
         Why they need nothing more; stays on the log.
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     url
         Broker of a run whose folder is elsewhere.
     json

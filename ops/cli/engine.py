@@ -23,7 +23,7 @@ from ops.logtools.plain import duration
 from schemas.errors import ConfigError
 from schemas.messages.engines import EngineAnnouncement, EngineState
 
-app = cyclopts.App(name="engine", help="The inference servers of a run: list, add, remove, read their logs.")
+app = cyclopts.App(name="engine", help="Inference servers: list, add, remove, read their logs.")
 
 _POLL_S: Final = 0.3
 RunName = Annotated[str | None, Parameter(name=["--run", "-r"])]
@@ -40,7 +40,7 @@ def ps(run: str | None = None, /, *, url: str | None = None, json: bool = False)
     Parameters
     ----------
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     url
         Broker of a run whose folder is elsewhere.
     json
@@ -112,7 +112,7 @@ def register(
     server
         Its address.
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     name
         How it is called in the run; made of its address when left out.
     kind
@@ -142,7 +142,7 @@ def deregister(name: str, /, *, run: RunName = None, url: str | None = None, jso
     name
         Its name, as `headrace engine ps` shows it.
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     url
         Broker of a run whose folder is elsewhere.
     json

@@ -25,7 +25,7 @@ from ops.logtools.publish import PublishFigures, Publishing, PublishSettings
 from ops.stopping import until_stopped
 from schemas.errors import ConfigError
 
-app = cyclopts.App(name="publish", help="Put work on a run's log.")
+app = cyclopts.App(name="publish", help="Put prompts on a run's log.")
 
 _ERRORS_SHOWN = 20
 
@@ -69,7 +69,7 @@ def prompts(
     stream
         The stream they belong to.
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     tag
         Added to each row. May be repeated.
     rate
@@ -139,7 +139,7 @@ def close(
     stream
         The stream.
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     weight
         Its sampling weight.
     url

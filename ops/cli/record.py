@@ -44,7 +44,7 @@ def record(
     Parameters
     ----------
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     output
         The recording. Rotated parts stand beside it as NAME.0001.hrrec and so on.
     until_end

@@ -62,7 +62,7 @@ def tap(
     pattern
         Topics and keys: `episode` (all topics of episodes), `episode.ended`, `episode.ended.g0000012.>`, `>` (everything).
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     where
         Only messages that satisfy it: fields, constants, comparisons, + - * / %, and, or, not, in, len(), contains().
     fields

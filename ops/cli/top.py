@@ -24,7 +24,7 @@ def top(run: str | None = None, /, *, url: str | None = None) -> int:
     Parameters
     ----------
     run
-        A run's folder or name; the newest below ./runs when left out. With --url, the run's id.
+        A run's folder, name or topology file; the newest below ./runs when left out. With --url, the run's id.
     url
         Broker of a run whose folder is elsewhere.
     """

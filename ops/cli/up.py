@@ -31,6 +31,7 @@ from pipeline.logs import set_up_logs
 from schemas.errors import ConfigError
 
 _LOOK_S: Final = 0.1
+_TELL_AFTER_S: Final = 15.0
 _TAIL_LINES: Final = 8
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative=())]
 Addresses = Annotated[list[str] | None, Parameter(name="--address", negative=())]
@@ -63,7 +64,7 @@ def up(
     node
         Which of the nodes this is; left out: the one whose address or name is this machine's.
     detach
-        Return once the node works, and leave it running; its log goes to logs/up.log of its run folder.
+        Return once the node works, and leave it running; a node waits for the control node. Its log goes to logs/up.log of its run folder.
     set_
         Override one setting of the run's config, a.b=value; the same on all nodes. May be repeated.
     address
@@ -208,7 +209,15 @@ def _detached(site: Site, topology: str, options: list[str], log_level: str) -> 
         process = subprocess.Popen(  # noqa: S603 - this very command
             command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
         )
+    told_at = time.monotonic() + _TELL_AFTER_S
     while process.poll() is None and not folder.is_ready(process.pid):
+        if time.monotonic() > told_at:
+            told_at = float("inf")
+            waits = "" if site.share.control else " the control node may have to be started first;"
+            sys.stderr.write(
+                f"headrace: node {site.share.node} is not ready yet (pid {process.pid}): {log_file} has what it does;{waits} "
+                "Ctrl-C leaves it on its own\n"
+            )
         time.sleep(_LOOK_S)
     if process.returncode is not None:
         with log_file.open("rb") as written:

@@ -11,14 +11,17 @@ from pathlib import Path
 import anyio
 import msgspec
 import pytest
+from topologies import ROLLS_OUT, head
 
 from broker.connect import connect
 from broker.embedded import embedded_server
 from ops.connection import find_run, look_at_run
-from ops.run_folder import Endpoints, RunFolder
+from ops.run_folder import Endpoints, RunFolder, RunFolderError
 from pipeline.log import RunLog
 from pipeline.presence import PresenceLease
 from schemas.messages.sampling import RunFinished, RunStarted
+
+ROOT = Path(__file__).parents[2]
 
 
 def started(ordinal: int) -> RunStarted:
@@ -148,3 +151,16 @@ def test_the_newest_run_of_several_nodes_is_looked_at_where_its_log_is(tmp_path,
     assert find_run(None).path.name == "rollout-2"
     (Path("runs") / "cluster" / "head" / "nats").mkdir()
     assert find_run(None).path.name == "head"
+
+
+def test_a_node_that_waits_for_its_control_node_is_told_as_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    topology = tmp_path / "topology.toml"
+    config = f'config = "{ROOT / "examples/smoke.toml"}"\nset = ["run.dir={tmp_path / "run"}"]\n'
+    topology.write_text(config + head(*ROLLS_OUT))
+    with pytest.raises(RunFolderError, match="no node of it was started on this machine"):
+        find_run(str(topology))
+    folder = RunFolder(tmp_path / "run" / "head")
+    folder.create()
+    with folder.lock(), pytest.raises(RunFolderError, match=rf"node head \(pid {os.getpid()}\) waits on this machine"):
+        find_run(str(topology))
