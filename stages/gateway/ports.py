@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from pipeline.errors import RetryableError
 from schemas.messages.rollout import InteractionRecorded, SessionClosed, SessionOpened
 from stages.gateway.conversation import Call
 from stages.ports import ForwardedAnswer
@@ -26,8 +27,8 @@ class RecordConflictError(RecorderError):
     """Another gateway's message stands on this key: the session is no longer this gateway's."""
 
 
-class RecorderUnavailableError(RecorderError):
-    """The log did not confirm in time."""
+class RecorderUnavailableError(RecorderError, RetryableError):
+    """The log did not confirm or answer in time: no fault of what was worked on."""
 
 
 class Recorder(Protocol):
