@@ -69,6 +69,7 @@ class OnlineService:
         self._view: Final = SlotView(run_log, streams)
         self._claiming: Final = anyio.Lock()
         self._num_waiting = 0
+        self._leaving = False
         self._orphans: Final[dict[str, float]] = {}
         """Open sessions whose gateway is gone → since when that is known."""
         self.num_refused = 0
@@ -111,6 +112,11 @@ class OnlineService:
         self._num_waiting += 1
         try:
             while True:
+                if self._leaving:
+                    raise UnavailableError(
+                        "this gateway ends: ask another one of the run, or again when the run goes on", retry_after_s=5
+                    )
+                offered = self._view.offered
                 async with self._claiming:
                     found = await self._try(claim, stream, asked.task)
                 if found is not None:
@@ -118,12 +124,17 @@ class OnlineService:
                 if self._view.slots.find(stream, asked.task) is not None:
                     continue  # it was offered while a claim of ours was void
                 with anyio.move_on_at(deadline_s) as scope:
-                    await self._view.offer()
+                    await offered.wait()
                 if scope.cancelled_caught:
                     self.num_refused += 1
                     return None
         finally:
             self._num_waiting -= 1
+
+    def leave(self) -> None:
+        """The gateway ends: who waits for credit is told to ask elsewhere."""
+        self._leaving = True
+        self._view.wake()
 
     def plays(self, session: str) -> bool:
         return session in self._view.slots.held

@@ -62,9 +62,15 @@ class SlotView:
         while self.sequence < sequence:
             await self._changed.wait()
 
-    async def offer(self) -> None:
-        """Return when another slot has been asked for."""
-        await self._offered.wait()
+    @property
+    def offered(self) -> anyio.Event:
+        """Set when another slot is asked for after this look, or when woken."""
+        return self._offered
+
+    def wake(self) -> None:
+        """Let all who wait for a slot look again."""
+        self._offered.set()
+        self._offered = anyio.Event()
 
     def _take(self, entry: Entry) -> None:
         self.slots.take(entry.message, entry.unix_time_s)
@@ -72,5 +78,4 @@ class SlotView:
         self._changed.set()
         self._changed = anyio.Event()
         if isinstance(entry.message, EpisodeRequested):
-            self._offered.set()
-            self._offered = anyio.Event()
+            self.wake()

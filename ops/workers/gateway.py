@@ -98,6 +98,8 @@ async def run_gateway(context: WorkerContext) -> None:
         await serving.wait()
         async with serve_sessions(context.broker, gateway, gateway.settings.name, sampling.source.health):
             await context.draining.wait()
+        if online is not None:
+            online.leave()
         tasks.cancel_scope.cancel()
 
 

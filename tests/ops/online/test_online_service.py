@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import anyio
 import anyio.lowlevel
+import httpx
 import pytest
 from online_run import CHAT, a_run
 
@@ -49,6 +50,23 @@ async def test_without_credit_a_request_waits_or_gets_429() -> None:
                 await anyio.lowlevel.checkpoint()
             await run.request(0)
         assert found[0]["session_id"] == "g0000000-0-0-0"
+
+
+async def test_who_waits_for_credit_at_a_gateway_that_ends_is_told_to_ask_elsewhere() -> None:
+    async with a_run("gw-1") as run:
+        found: list[httpx.Response] = []
+
+        async def wait_for_credit() -> None:
+            found.append(await run.ask("gw-1", "/v1/sessions", {"request_id": "mine", "wait_s": 30.0}))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait_for_credit)
+            while not run.services["gw-1"]._num_waiting:
+                await anyio.lowlevel.checkpoint()
+            run.services["gw-1"].leave()
+        assert (found[0].status_code, found[0].headers["retry-after"]) == (503, "5")
+        assert "this gateway ends" in found[0].text
+        assert await run.log.find(SESSION_CLAIMED, "mine", 0) is None
 
 
 async def test_asking_again_gives_the_same_session_and_token() -> None:
