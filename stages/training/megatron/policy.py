@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from stages.training.errors import TrainingError
@@ -22,7 +23,7 @@ from stages.training.megatron.adapters import Adapters
 from stages.training.megatron.convert import Stage
 from stages.training.megatron.forward import LogprobForward, MegatronForward, ValueForward
 from stages.training.megatron.groups import Division
-from stages.training.megatron.model import build_model, read_shape
+from stages.training.megatron.model import Shape, build_model, read_shape
 from stages.training.megatron.weights import MegatronWeights
 
 _WEIGHT = ".weight"
@@ -54,19 +55,8 @@ class MegatronPolicy(MegatronWeights):
         Raises:
             TrainingError: the model can't be divided so, its weights or the adapters' targets don't fit.
         """
-        shape, stages = read_shape(folder), division.stages
-        stage = Stage.of(
-            stages.rank, stages.size, num_layers=shape.num_hidden_layers, is_tied=shape.tie_word_embeddings
-        )
-        model = build_model(
-            shape,
-            stage,
-            dtype,
-            device,
-            tensor_parallel=division.tensor_size,
-            pipeline_parallel=stages.size,
-            recompute=recompute,
-        )
+        shape = read_shape(folder)
+        model, stage = _part_of(shape, division, dtype, device, is_tied=shape.tie_word_embeddings, recompute=recompute)
         super().__init__(model, shape, stage, division)
         self.read(folder)
         self.network: MegatronForward = LogprobForward(model, shape).train()
@@ -131,18 +121,26 @@ class MegatronCritic(MegatronWeights):
             shape = read_shape(folder)
         except TrainingError as error:
             raise TrainingError(f"critic model: {error}") from error
-        stages = division.stages
-        stage = Stage.of(stages.rank, stages.size, num_layers=shape.num_hidden_layers, is_tied=False)
-        model = build_model(
-            shape,
-            stage,
-            dtype,
-            device,
-            tensor_parallel=division.tensor_size,
-            pipeline_parallel=stages.size,
-            recompute=recompute,
-        )
+        model, stage = _part_of(shape, division, dtype, device, is_tied=False, recompute=recompute)
         network = ValueForward(model, shape)
         super().__init__(model, shape, stage, division)
         self.read(folder)
         self.network: MegatronForward = network.train()
+
+
+def _part_of(
+    shape: Shape, division: Division, dtype: torch.dtype, device: torch.device, *, is_tied: bool, recompute: bool
+) -> tuple[GPTModel, Stage]:
+    """This rank's layers, without weights yet."""
+    stages = division.stages
+    stage = Stage.of(stages.rank, stages.size, num_layers=shape.num_hidden_layers, is_tied=is_tied)
+    model = build_model(
+        shape,
+        stage,
+        dtype,
+        device,
+        tensor_parallel=division.tensor_size,
+        pipeline_parallel=stages.size,
+        recompute=recompute,
+    )
+    return model, stage
