@@ -308,6 +308,8 @@ class _Feeding:
         self.position = position
         self._may_be_stillborn = is_young
         """Nothing fed into the queue has been noted or confirmed yet: it may be made anew without loss."""
+        self._is_proven = False
+        """The queue has confirmed something on this channel."""
         self._channel: Final = channel
         self._run: Final = run
         self._durable: Final = durable
@@ -326,7 +328,10 @@ class _Feeding:
         await self._window.acquire()
         place: list[int | bool] = [record.sequence, False]
         self._under_way.append(place)
-        tasks.start_soon(self._publish, record, place)
+        if self._is_proven:
+            tasks.start_soon(self._publish, record, place)
+        else:  # a queue that is not ready yet refuses, and what comes behind would overtake it
+            await self._publish(record, place)
 
     async def _publish(self, record: Record, place: list[int | bool]) -> None:
         try:
@@ -340,6 +345,7 @@ class _Feeding:
         finally:
             self._window.release()
         self._may_be_stillborn = False
+        self._is_proven = True
         place[1] = True
         while self._under_way and self._under_way[0][1]:
             self.position = int(self._under_way.popleft()[0])
