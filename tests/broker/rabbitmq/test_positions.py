@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from aiormq.exceptions import DeliveryError
 
 from broker.api import ConsumerSettings
 from broker.conformance.asserting import fill, take_and_ack
 from broker.errors import BrokerError
+from broker.rabbitmq import dispatcher
 from broker.rabbitmq.dispatcher import position_bytes, read_position
 from broker.rabbitmq.queues import stream_queue
 
@@ -36,6 +38,23 @@ async def test_the_next_dispatcher_goes_on_where_the_one_before_it_ended(make, m
             [one] = await take_and_ack(deliveries, 1)
             assert one.subject.endswith(".20")
             assert await second._num_ready("d") == 0
+
+
+async def test_a_task_that_a_young_queue_refuses_is_not_overtaken(make, monkeypatch):
+    put, refused = dispatcher.publish_task, []
+
+    async def refuse_the_first(channel, run, task):
+        if not refused:
+            refused.append(task.sequence)
+            raise DeliveryError(None, None)
+        await put(channel, run, task)
+
+    monkeypatch.setattr(dispatcher, "publish_task", refuse_the_first)
+    async with make() as broker:
+        await fill(broker, "a.b", 20)
+        async with broker.consume("d", [f"hr.{broker.run}.>"], ConsumerSettings()) as deliveries:
+            assert [one.sequence for one in await take_and_ack(deliveries, 20)] == list(range(1, 21))
+    assert refused == [1]
 
 
 async def test_a_new_stream_beside_the_folder_of_one_that_is_gone_is_refused(make):
